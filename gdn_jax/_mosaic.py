@@ -1,0 +1,91 @@
+"""What the Mosaic GPU kernels of this package share.
+
+One kernel thread is a warpgroup of 128 lanes. A tile of a state is handled as a list of chunks of
+`KEY_LANES` key rows by `value_tile` value columns; the eight rows of a chunk sit in eight lanes of one
+warp, so a sum over the key dimension is a sum over chunks inside a lane followed by three shuffles, and
+no value crosses warps. The order of every such sum depends on the key dimension alone, never on the
+width of the tile or on the path that computed it: that is what makes all paths agree bit for bit.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+KEY_LANES = 8
+EPS = 1e-6
+
+
+def compiler_params():
+    """Lane semantics: the layout solver of the other mode needs many seconds for lists of small chunks."""
+    return plgpu.CompilerParams(
+        lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
+    )
+
+
+def value_tile(value_head_dim: int, limit: int) -> int:
+    """The widest tile of 16, 32, 64 or 128 value columns, at most `limit`, that divides the head."""
+    return math.gcd(value_head_dim, limit, 128)
+
+
+def state_layout(tile: int, vector: int) -> plgpu.Layout:
+    """Layout of [8 n, tile]: warps and four lanes along the values, eight lanes along the keys.
+
+    `vector` neighbouring columns of one lane move as one access of `vector` elements: at most `tile // 16`,
+    and no more than what the alignment of the arrays it loads and stores allows.
+    `.reduce(1)` is the layout of a key vector [8 n], `.reduce(0)` that of a value vector [tile].
+    """
+    warp_columns, access_columns = tile // 4, 4 * vector
+    if warp_columns == access_columns:
+        tiling = plgpu.Tiling(((KEY_LANES, tile), (KEY_LANES, warp_columns), (vector,)))
+        return plgpu.Layout.TILED(tiling, (-4,), (-3, -2), -1)
+    tiling = plgpu.Tiling(
+        ((KEY_LANES, tile), (KEY_LANES, warp_columns), (KEY_LANES, access_columns), (vector,))
+    )
+    return plgpu.Layout.TILED(tiling, (-6,), (-3, -2), -1)
+
+
+def load(ref, layout) -> jax.Array:
+    """The contents of `ref` (shared or global memory) in float32."""
+    return plgpu.load(ref, layout=layout, optimized=False).astype(jnp.float32)
+
+
+def store(ref, value) -> None:
+    """Writes `value`, rounded to the dtype of `ref`, to shared or global memory at any alignment."""
+    value = value.astype(ref.dtype)
+    if hasattr(plgpu, "store"):
+        # From jax 0.12 on, plain assignment insists on whole sectors and conflict-free banks.
+        plgpu.store(ref, value, optimized=False)
+    else:
+        ref[...] = value
+
+
+def along_values(x, tile: int, layout) -> jax.Array:
+    """A key vector [n] repeated over the columns of [n, tile]."""
+    return plgpu.layout_cast(lax.broadcast_in_dim(x, (x.shape[0], tile), (0,)), layout)
+
+
+def along_keys(x, rows: int, layout) -> jax.Array:
+    """A value vector [tile] repeated over the rows of [rows, tile]."""
+    return plgpu.layout_cast(lax.broadcast_in_dim(x, (rows, x.shape[0]), (1,)), layout)
+
+
+def zeros(shape, layout) -> jax.Array:
+    return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), layout)
+
+
+def update(state, key, factor, decay) -> jax.Array:
+    """`fma(key, factor, state * decay)`, elementwise, with exactly these two roundings.
+
+    Of the two products in `state * decay + key * factor` the compiler may fuse either one into the
+    addition. The barrier leaves it only the second, so the forward and the fold round alike.
+    `key` and `factor` have the shape of `state` (see `along_values` and `along_keys`).
+    """
+    return lax.optimization_barrier(state * decay) + key * factor
+
+
+def is_row_of(slot, rows: int):
+    """Whether `slot` names one of `rows` pool rows; every other value is a padding slot."""
+    return (slot >= 0) & (slot < rows)
