@@ -20,9 +20,7 @@ EPS = 1e-6
 
 def compiler_params():
     """Lane semantics: the layout solver of the other mode needs many seconds for lists of small chunks."""
-    return plgpu.CompilerParams(
-        lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
-    )
+    return plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True)
 
 
 def value_tile(value_head_dim: int, limit: int) -> int:
@@ -41,9 +39,7 @@ def state_layout(tile: int, vector: int) -> plgpu.Layout:
     if warp_columns == access_columns:
         tiling = plgpu.Tiling(((KEY_LANES, tile), (KEY_LANES, warp_columns), (vector,)))
         return plgpu.Layout.TILED(tiling, (-4,), (-3, -2), -1)
-    tiling = plgpu.Tiling(
-        ((KEY_LANES, tile), (KEY_LANES, warp_columns), (KEY_LANES, access_columns), (vector,))
-    )
+    tiling = plgpu.Tiling(((KEY_LANES, tile), (KEY_LANES, warp_columns), (KEY_LANES, access_columns), (vector,)))
     return plgpu.Layout.TILED(tiling, (-6,), (-3, -2), -1)
 
 

@@ -1,0 +1,18 @@
+"""What differs between the supported versions of JAX, and the names that are only needed because of it."""
+
+import jax
+from jax.sharding import ManualAxisType
+
+
+def varying_axes(x) -> frozenset:
+    """The manual mesh axes over which an array or tracer varies inside `jax.shard_map`."""
+    return frozenset(jax.typeof(x).manual_axis_type.varying)
+
+
+def strip_varying_axes(ctx):
+    """A lowering context whose operand and result types no longer say over which mesh axes they vary."""
+
+    def strip(avals):
+        return [a.update(manual_axis_type=ManualAxisType()) for a in avals]
+
+    return ctx.replace(avals_in=strip(ctx.avals_in), avals_out=strip(ctx.avals_out))

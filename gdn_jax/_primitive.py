@@ -1,0 +1,199 @@
+"""How an operation becomes a JAX primitive.
+
+An `Operation` owns one `jax.extend.core.Primitive` and derives all of its rules from four facts about the operation:
+its output types, its table of implementations, how the lanes of a `vmap` fold into more requests, and a
+differentiable form in ordinary JAX operations.
+
+The table is consulted when the program is lowered, once for each platform, so one traced program exports to several
+platforms and takes the best implementation on each. A new backend is one more row.
+"""
+
+import functools
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir, xla
+from jax.sharding import PartitionSpec
+
+from gdn_jax._compat import strip_varying_axes, varying_axes
+
+IMPLEMENTATIONS = ("mosaic_gpu", "triton", "xla", "scan")
+_PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """One row of an operation's table.
+
+    Attributes:
+        name: what a caller passes as `implementation=`.
+        module: imported when the row is first consulted. It defines the operation's function, and `unsupported`, which
+            takes the same arguments (abstract values will do) and returns why it cannot serve them, or None.
+        platforms: where it runs; None means everywhere.
+    """
+
+    name: str
+    module: str
+    platforms: tuple[str, ...] | None = None
+
+    def unsupported(self, platform: str | None, avals, params) -> str | None:
+        """Why this row cannot serve a call, or None. `platform` None asks about the call alone."""
+        if platform is not None and self.platforms is not None and platform not in self.platforms:
+            return f"runs on {' and '.join(self.platforms)}, and this program is for {platform}"
+        return importlib.import_module(self.module).unsupported(*avals, **params)
+
+
+class Operation:
+    """An operation of the package, callable on validated JAX arrays.
+
+    Args:
+        name: the primitive's name, and the name of the function in each implementation's module.
+        out_avals: `(*avals, **params) -> [aval]`, made by `update` on operand avals so that sharding and varying axes
+            carry through.
+        implementations: the table, best first.
+        batch: `(bind, lanes, args, is_batched, params) -> outputs`: `vmap` over `lanes` lanes, batched arguments and all
+            outputs with the lane axis in front.
+        differentiable: the operation in ordinary JAX operations with static loop bounds; tangents come from it.
+        head_axes: for each argument, then for each output, the axis that runs over heads (or head-major channels), or
+            None. On an explicit mesh the operation is split along these axes.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        out_avals: Callable,
+        implementations: Sequence[Implementation],
+        batch: Callable,
+        differentiable: Callable,
+        head_axes: tuple[tuple[int | None, ...], tuple[int | None, ...]],
+    ):
+        self.name = name
+        self.implementations = tuple(implementations)
+        self._out_avals = out_avals
+        self._batch = batch
+        self._differentiable = differentiable
+        self._head_axes = head_axes
+        self.primitive = Primitive(f"gdn_{name}")
+        self.primitive.multiple_results = True
+        self.primitive.def_impl(functools.partial(xla.apply_primitive, self.primitive))
+        self.primitive.def_abstract_eval(self._abstract_eval)
+        for platform in (None, *_PLATFORMS):
+            mlir.register_lowering(self.primitive, functools.partial(self._lower, platform or "cpu"), platform=platform)
+        batching.primitive_batchers[self.primitive] = self._batching_rule
+        ad.primitive_jvps[self.primitive] = self._jvp_rule
+
+    def __call__(self, *args: jax.Array, implementation: str | None, **params: Any) -> list[jax.Array]:
+        if implementation is not None:
+            self._choose(None, args, implementation, params)
+        args = _vary_alike(args)
+        call = functools.partial(self.primitive.bind, implementation=implementation, **params)
+        mesh, specs = self._explicit_sharding(args)
+        if mesh is not None:
+            in_specs, out_specs = specs
+            split = jax.shard_map(
+                lambda *a: tuple(call(*a)), mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+            )
+            return list(split(*args))
+        return call(*args)
+
+    def _choose(self, platform: str | None, avals, implementation: str | None, params) -> Implementation:
+        """The first row of the table that serves the call; a `NotImplementedError` with the reasons if none does."""
+        reasons = []
+        for row in self.implementations:
+            if implementation in (None, row.name):
+                reason = row.unsupported(platform, avals, params)
+                if reason is None:
+                    return row
+                reasons.append(f"{row.name}: {reason}")
+        if not reasons:
+            raise NotImplementedError(
+                f"{self.name} has no implementation={implementation!r}; it has "
+                f"{sorted({row.name for row in self.implementations})}"
+            )
+        raise NotImplementedError(f"{self.name} cannot serve this call. " + "; ".join(reasons))
+
+    def _abstract_eval(self, *avals, implementation, **params):
+        del implementation
+        return self._out_avals(*avals, **params)
+
+    def _lower(self, platform, ctx, *operands, implementation, **params):
+        row = self._choose(platform, ctx.avals_in, implementation, params)
+        function = getattr(importlib.import_module(row.module), self.name)
+
+        def outputs(*args):
+            out = function(*args, **params)
+            return list(out) if isinstance(out, tuple) else [out]
+
+        # Varying axes are settled by abstract evaluation. They have no trace in the lowered types, and Pallas refuses
+        # Refs that carry them.
+        return mlir.lower_fun(outputs, multiple_results=True)(strip_varying_axes(ctx), *operands)
+
+    def _batching_rule(self, args, dims, **params):
+        lanes = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not batching.not_mapped)
+        is_batched = [d is not batching.not_mapped for d in dims]
+        args = [jax.numpy.moveaxis(x, d, 0) if m else x for x, d, m in zip(args, dims, is_batched, strict=True)]
+        bind = functools.partial(self.primitive.bind, **params)
+        outs = self._batch(bind, lanes, args, is_batched)
+        return outs, [0] * len(outs)
+
+    def _jvp_rule(self, primals, tangents, *, implementation, **params):
+        out = self.primitive.bind(*primals, implementation=implementation, **params)
+        active = [i for i, x in enumerate(primals) if jax.numpy.issubdtype(x.dtype, jax.numpy.floating)]
+
+        def function(*floats):
+            args = list(primals)
+            for i, x in zip(active, floats, strict=True):
+                args[i] = x
+            return self._differentiable(*args, **params)
+
+        _, out_tangents = jax.jvp(
+            function,
+            [primals[i] for i in active],
+            [ad.instantiate_zeros(tangents[i]) for i in active],
+        )
+        return out, list(out_tangents)
+
+    def _explicit_sharding(self, args):
+        """(mesh, (in_specs, out_specs)) when the arguments live on a mesh with explicit axes, else (None, None)."""
+        shardings = [jax.typeof(x).sharding for x in args]
+        mesh = next((s.mesh for s in shardings if s.mesh.explicit_axes), None)
+        if mesh is None:
+            return None, None
+        in_axes, out_axes = self._head_axes
+        names = {
+            s.spec[axis]
+            for s, axis in zip(shardings, in_axes, strict=True)
+            if axis is not None and len(s.spec) > axis and s.spec[axis] is not None
+        }
+        name = names.pop() if len(names) == 1 else None
+        for i, (sharding, axis) in enumerate(zip(shardings, in_axes, strict=True)):
+            want = _spec_at(axis, name)
+            got = PartitionSpec(*sharding.spec, *[None] * (len(want) - len(sharding.spec)))
+            if names or tuple(got)[: len(want)] != tuple(want) or any(n is not None for n in tuple(got)[len(want) :]):
+                raise ValueError(
+                    f"{self.name}: argument {i} of shape {args[i].shape} is sharded as {sharding.spec}; on an explicit "
+                    f"mesh every argument with heads must be split along its head axis over one and the same mesh axis, "
+                    f"and nothing else may be split (this one must be {want})"
+                )
+        return mesh, (
+            tuple(_spec_at(axis, name) for axis in in_axes),
+            tuple(_spec_at(axis, name) for axis in out_axes),
+        )
+
+
+def _spec_at(axis: int | None, name) -> PartitionSpec:
+    return PartitionSpec() if axis is None or name is None else PartitionSpec(*[None] * axis, name)
+
+
+def _vary_alike(args):
+    """All arguments varying over the union of their manual mesh axes, as elementwise JAX operations make them."""
+    axes = frozenset().union(*(varying_axes(x) for x in args))
+    return [
+        jax.lax.pcast(x, tuple(sorted(axes - varying_axes(x))), to="varying") if axes - varying_axes(x) else x
+        for x in args
+    ]
