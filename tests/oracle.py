@@ -15,7 +15,8 @@ EPSILON = 1e-6
 
 def exact(array) -> np.ndarray:
     """The same numbers in float64 (bfloat16 included)."""
-    return np.asarray(array).astype(np.float64)
+    with np.errstate(invalid="ignore"):  # Signalling NaNs are numbers like any other here.
+        return np.asarray(array).astype(np.float64)
 
 
 def row_bounds(offsets, num_tokens: int) -> list[tuple[int, int]]:
