@@ -55,9 +55,7 @@ def randomize(module, generator):
             leaf = name.rsplit(".", 1)[-1]
             noise = torch.randn(parameter.shape, generator=generator)
             if leaf == "A_log":
-                parameter.copy_(
-                    torch.log(torch.empty_like(parameter).uniform_(0.05, 2.0, generator=generator))
-                )
+                parameter.copy_(torch.log(torch.empty_like(parameter).uniform_(0.05, 2.0, generator=generator)))
             elif leaf == "dt_bias":
                 parameter.copy_(noise - 1.5)
             elif parameter.ndim == 1:
@@ -69,9 +67,7 @@ def randomize(module, generator):
 
 
 def small_config(config_class, **more):
-    return config_class(
-        hidden_size=32, num_hidden_layers=1, layer_types=["linear_attention"], **LINEAR, **more
-    )
+    return config_class(hidden_size=32, num_hidden_layers=1, layer_types=["linear_attention"], **LINEAR, **more)
 
 
 def run_layer(layer, config, x, x_decode):
@@ -181,9 +177,7 @@ def save(path, config, arrays, **meta):
 
 @torch.no_grad()
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path(__file__).parent)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
