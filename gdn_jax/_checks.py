@@ -30,7 +30,8 @@ class Arguments:
                 raise TypeError(f"{self._where(name)} is {value!r}, must be an array [{', '.join(dims)}]")
             value = np.asarray(value)
         if dtypes is INDICES and value.dtype == np.int64 and isinstance(value, np.ndarray):
-            # NumPy's default integer. Out-of-range values stay out of range: narrowing must not wrap one onto a live row.
+            # NumPy's default integer. Out-of-range values stay out of range: narrowing must not wrap one onto a live
+            # row.
             value = np.clip(value, -1, np.iinfo(np.int32).max).astype(np.int32)
         value = jnp.asarray(value)
         if value.dtype.name not in dtypes:

@@ -16,3 +16,18 @@ def strip_varying_axes(ctx):
         return [a.update(manual_axis_type=ManualAxisType()) for a in avals]
 
     return ctx.replace(avals_in=strip(ctx.avals_in), avals_out=strip(ctx.avals_out))
+
+
+def device_kind(platform: str) -> str | None:
+    """What kind of device a program for `platform` will run on, as far as can be known while it is lowered.
+
+    An abstract device on the mesh in force says so for a program that is compiled elsewhere; otherwise the first local
+    device of the platform, if there is one.
+    """
+    abstract_device = jax.sharding.get_abstract_mesh().abstract_device
+    if abstract_device is not None:
+        return abstract_device.device_kind
+    try:
+        return jax.devices(platform)[0].device_kind
+    except RuntimeError:  # no such backend here
+        return None

@@ -19,7 +19,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, xla
 from jax.sharding import PartitionSpec
 
-from gdn_jax._compat import strip_varying_axes, varying_axes
+from gdn_jax._compat import device_kind, strip_varying_axes, varying_axes
 
 IMPLEMENTATIONS = ("mosaic_gpu", "triton", "xla", "scan")
 _PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
@@ -34,17 +34,29 @@ class Implementation:
         module: imported when the row is first consulted. It defines the operation's function, and `unsupported`, which
             takes the same arguments (abstract values will do) and returns why it cannot serve them, or None.
         platforms: where it runs; None means everywhere.
+        device_kinds: what the name of the device must contain one of; None means any. A program that is lowered where
+            no such device is in sight, and that names none, is taken to be for a fitting one.
     """
 
     name: str
     module: str
     platforms: tuple[str, ...] | None = None
+    device_kinds: tuple[str, ...] | None = None
 
     def unsupported(self, platform: str | None, avals, params) -> str | None:
         """Why this row cannot serve a call, or None. `platform` None asks about the call alone."""
         if platform is not None and self.platforms is not None and platform not in self.platforms:
             return f"runs on {' and '.join(self.platforms)}, and this program is for {platform}"
+        if platform is not None and self.device_kinds is not None:
+            kind = device_kind(platform)
+            if kind is not None and not any(name in kind for name in self.device_kinds):
+                return f"is built for {', '.join(self.device_kinds)}, and this program is for an {kind}"
         return importlib.import_module(self.module).unsupported(*avals, **params)
+
+
+def mosaic_gpu(module: str) -> Implementation:
+    """The row of a kernel in Pallas Mosaic GPU, which is compiled and tested for Hopper."""
+    return Implementation("mosaic_gpu", module, ("cuda",), ("H100", "H200", "H800", "H20", "GH200"))
 
 
 class Operation:
@@ -55,8 +67,8 @@ class Operation:
         out_avals: `(*avals, **params) -> [aval]`, made by `update` on operand avals so that sharding and varying axes
             carry through.
         implementations: the table, best first.
-        batch: `(bind, lanes, args, is_batched, params) -> outputs`: `vmap` over `lanes` lanes, batched arguments and all
-            outputs with the lane axis in front.
+        batch: `(bind, lanes, args, is_batched, params) -> outputs`: `vmap` over `lanes` lanes, batched arguments and
+            all outputs with the lane axis in front.
         differentiable: the operation in ordinary JAX operations with static loop bounds; tangents come from it.
         head_axes: for each argument, then for each output, the axis that runs over heads (or head-major channels), or
             None. On an explicit mesh the operation is split along these axes.
@@ -134,8 +146,8 @@ class Operation:
         return mlir.lower_fun(outputs, multiple_results=True)(strip_varying_axes(ctx), *operands)
 
     def _batching_rule(self, args, dims, **params):
-        lanes = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not batching.not_mapped)
-        is_batched = [d is not batching.not_mapped for d in dims]
+        lanes = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)
+        is_batched = [d is not None for d in dims]
         args = [jax.numpy.moveaxis(x, d, 0) if m else x for x, d, m in zip(args, dims, is_batched, strict=True)]
         bind = functools.partial(self.primitive.bind, **params)
         outs = self._batch(bind, lanes, args, is_batched)
@@ -176,9 +188,9 @@ class Operation:
             got = PartitionSpec(*sharding.spec, *[None] * (len(want) - len(sharding.spec)))
             if names or tuple(got)[: len(want)] != tuple(want) or any(n is not None for n in tuple(got)[len(want) :]):
                 raise ValueError(
-                    f"{self.name}: argument {i} of shape {args[i].shape} is sharded as {sharding.spec}; on an explicit "
-                    f"mesh every argument with heads must be split along its head axis over one and the same mesh axis, "
-                    f"and nothing else may be split (this one must be {want})"
+                    f"{self.name}: argument {i} of shape {args[i].shape} is sharded as {sharding.spec}, must be {want}: "
+                    "on an explicit mesh every argument with heads is split along its head axis, all over one mesh "
+                    "axis, and nothing else is split"
                 )
         return mesh, (
             tuple(_spec_at(axis, name) for axis in in_axes),

@@ -1,8 +1,8 @@
 """Rows, slots and padding: the one place that decides what a valid row is.
 
 Row `b` of a ragged batch spans tokens `[input_row_offsets[b], input_row_offsets[b+1])`, both clamped to `[0, T]`; where
-the offsets decrease the row is empty. It owns pool row `slot_idx[b]`; a slot outside the pool is foreign, and its row is
-padding.
+the offsets decrease the row is empty. It owns pool row `slot_idx[b]`; a slot outside the pool is foreign, and its row
+is padding.
 """
 
 import jax

@@ -25,8 +25,8 @@ def gated_delta_gates(
         `(decay, beta)`, both float32 with the shape of `a`; decay lies in [0, 1], beta in [0, 1].
 
     Raises:
-        ValueError: a shape does not agree. TypeError: a dtype is not one of the three. NotImplementedError: a GPU kernel
-            was asked for by name.
+        ValueError: a shape does not agree. TypeError: a dtype is not one of the three. NotImplementedError: a GPU
+            kernel was asked for by name.
     """
     args = Arguments("gated_delta_gates")
     args.implementation(implementation)

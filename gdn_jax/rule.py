@@ -35,8 +35,10 @@ def gated_delta_rule(
         initial_state: `[N, num_value_heads, key_head_dim, value_head_dim]` with N = B, or the number of sequences in
             `cu_seqlens`; None is zeros.
         output_final_state: whether to return the states after the last tokens.
-        cu_seqlens: `[N + 1]` int32: with B = 1, sequence n spans tokens `[cu_seqlens[n], cu_seqlens[n+1])` of the one row.
-        use_qk_l2norm_in_kernel: True normalises q and k by `x * rsqrt(sum(x*x) + 1e-6)`; False takes them as they are (in
+        cu_seqlens: `[N + 1]` int32: with B = 1, sequence n spans tokens `[cu_seqlens[n], cu_seqlens[n+1])` of the one
+            row.
+        use_qk_l2norm_in_kernel: True normalises q and k by `x * rsqrt(sum(x*x) + 1e-6)`; False takes them as they are
+            (in
             float32: the norms move into v and beta, which bfloat16 would round).
         algorithm, precision, implementation: as in `gated_delta_recurrence_fwd`.
 

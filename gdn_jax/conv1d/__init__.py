@@ -1,7 +1,7 @@
 """Pass 1: the short causal convolution in front of the recurrence, over a ragged batch, on a pool of windows.
 
-A depthwise convolution of `kernel_size` taps along each row's tokens. What came before a row's first token is its slot's
-window: the last `kernel_size - 1` inputs, oldest first.
+A depthwise convolution of `kernel_size` taps along each row's tokens. What came before a row's first token is its
+slot's window: the last `kernel_size - 1` inputs, oldest first.
 """
 
 from typing import Literal
@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from gdn_jax._checks import FLOATS, Arguments
-from gdn_jax._primitive import Implementation, Operation
+from gdn_jax._primitive import Implementation, Operation, mosaic_gpu
 from gdn_jax._ragged import fold_per_row, fold_rows, fold_slots
 from gdn_jax.conv1d.xla import differentiable_conv1d
 
@@ -52,6 +52,7 @@ conv1d = Operation(
     "conv1d",
     out_avals=_out_avals,
     implementations=[
+        mosaic_gpu("gdn_jax.conv1d.mosaic_gpu"),
         Implementation("xla", "gdn_jax.conv1d.xla"),
         Implementation("scan", "gdn_jax.conv1d.scan"),
     ],
@@ -82,13 +83,13 @@ def gated_delta_conv1d_fwd(
 
     Args:
         qkv_input_ragged: `[total_seq_len, conv_dim]`, float32, bfloat16 or float16: the projected tokens.
-        conv_weight: `[conv_dim, kernel_size]`, one of the three dtypes; `kernel_size` at least 2; the last tap meets the
-            token itself.
+        conv_weight: `[conv_dim, kernel_size]`, one of the three dtypes; `kernel_size` at least 2; the last tap meets
+            the token itself.
         conv_state: `[max_slots, conv_dim, kernel_size - 1]`, one of the three dtypes: the windows, oldest input first.
-        slot_idx: `[batch_size]` int32 or uint32: the pool row of each batch row; one outside `[0, max_slots)` marks padding,
-            which reads and writes nothing and gives zero outputs.
-        input_row_offsets: `[batch_size + 1]` int32 or uint32: row b spans tokens `[offsets[b], offsets[b+1])`, clamped to the
-            tokens; empty where they decrease. Tokens in no row get zero outputs and influence nothing.
+        slot_idx: `[batch_size]` int32 or uint32: the pool row of each batch row; one outside `[0, max_slots)` marks
+            padding, which reads and writes nothing and gives zero outputs.
+        input_row_offsets: `[batch_size + 1]` int32 or uint32: row b spans tokens `[offsets[b], offsets[b+1])`, clamped
+            to the tokens; empty where they decrease. Tokens in no row get zero outputs and influence nothing.
         bias: `[conv_dim]`, one of the three dtypes, or None.
         activation: None or "silu".
         has_initial_state: `[batch_size]` bool: rows where it is False start from a window of zeros.

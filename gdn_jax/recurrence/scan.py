@@ -31,8 +31,8 @@ def split_heads(qkv, num_value_heads, key_head_dim, value_head_dim):
 def update(S, key, factor, decay):
     """`fma(key, factor^T, S * decay)`, S `[.., KD, VD]`: the step that the forward and the fold of its records share.
 
-    A compiler may contract a sum of two products into either of two fused multiply-adds, and picks by what stands around
-    it. The selection, which changes no value, leaves it only one.
+    A compiler may contract a sum of two products into either of two fused multiply-adds, and picks by what stands
+    around it. The selection, which changes no value, leaves it only one.
     """
     decayed = jnp.where(S == S, S * decay[..., None, None], S)
     return key[..., :, None] * factor[..., None, :] + decayed
@@ -41,8 +41,8 @@ def update(S, key, factor, decay):
 def token_step(S, q, k, v, decay, beta):
     """One token of every head. S `[.., nv, KD, VD]`; q, k `[.., nk, KD]`; v `[.., nv, VD]`; decay, beta `[.., nv]`.
 
-    Returns the new state, the output `[.., nv, VD]`, and the delta factor `[.., nv, VD]`: what the raw key is multiplied
-    by. The norms are scalars factored out of the sums over KD.
+    Returns the new state, the output `[.., nv, VD]`, and the delta factor `[.., nv, VD]`: what the raw key is
+    multiplied by. The norms are scalars factored out of the sums over KD.
     """
     group_size = v.shape[-2] // k.shape[-2]
     k_norm = jnp.repeat(lax.rsqrt(jnp.sum(k * k, -1) + EPS), group_size, axis=-1)[..., None]

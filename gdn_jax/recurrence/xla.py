@@ -131,8 +131,8 @@ def _chunk_of_tokens(S, q, k, v, decay, beta):
 
 
 def chunk_step(S, q, k, v, decay, beta):
-    """One chunk of C tokens of every head in the WY form. S `[nv, KD, VD]`; q, k `[C, nk, KD]`; v `[C, nv, VD]`; decay, beta
-    `[C, nv]`. Returns the state after the chunk and the outputs `[C, nv, VD]`.
+    """One chunk of C tokens of every head in the WY form. S `[nv, KD, VD]`; q, k `[C, nk, KD]`; v `[C, nv, VD]`;
+    decay, beta `[C, nv]`. Returns the state after the chunk and the outputs `[C, nv, VD]`.
 
     With gamma the cumulative decay inside the chunk, G[i, j] = gamma_i / gamma_j for i >= j (as an exponential of a
     difference of logarithms: the quotient would underflow) and K, Q normalised:

@@ -1,14 +1,14 @@
 """Committing what a speculative step accepted: the first records of a ring, applied to the pool of every layer at once.
 
-Per record `S <- fma(raw_key, delta_factor, S * decay)`: the state update of the recurrence, with everything that needs the
-state already inside the delta factor. `verify_ring` writes the records and says how one is laid out.
+Per record `S <- fma(raw_key, delta_factor, S * decay)`: the state update of the recurrence, with everything that needs
+the state already inside the delta factor. `verify_ring` writes the records and says how one is laid out.
 """
 
 import jax
 import jax.numpy as jnp
 
 from gdn_jax._checks import FLOATS, Arguments
-from gdn_jax._primitive import Implementation, Operation
+from gdn_jax._primitive import Implementation, Operation, mosaic_gpu
 from gdn_jax._ragged import fold_slots
 from gdn_jax.state_fold.xla import differentiable_state_fold
 from gdn_jax.verify_ring import RING_DIMS, RING_DTYPES, check_record_stride
@@ -36,6 +36,7 @@ state_fold = Operation(
     "state_fold",
     out_avals=lambda state, *_: [state.update(weak_type=False)],
     implementations=[
+        mosaic_gpu("gdn_jax.state_fold.mosaic_gpu"),
         Implementation("xla", "gdn_jax.state_fold.xla"),
         Implementation("scan", "gdn_jax.state_fold.scan"),
     ],
@@ -65,13 +66,13 @@ def gated_delta_state_fold(
         recurrent_state: `[max_slots, num_value_heads, key_head_dim, value_head_dim]`, float32, bfloat16 or float16.
         ring: `[ring_rows, num_key_heads, RING_LEN, record_stride]`, float32, or bfloat16, whose rounding the fold
             inherits. Only the first `num_accepted` records of a row are used; what the others hold has no influence.
-        row_ids: `[L, batch_size]` int32 or uint32: pool row of each layer and request. An entry outside the pool, or one
-            of `ring_row_ids` outside the ring, leaves that layer and request unfolded.
+        row_ids: `[L, batch_size]` int32 or uint32: pool row of each layer and request. An entry outside the pool, or
+            one of `ring_row_ids` outside the ring, leaves that layer and request unfolded.
         ring_row_ids: `[L, batch_size]` int32 or uint32: ring row of each layer and request.
-        num_accepted: `[batch_size]` int32 or uint32: records to apply. 0, negative, or more than RING_LEN: the row keeps
-            its bits.
-        has_initial_state: `[batch_size]` bool: False where the request was fresh in the verify. Its rows start from zeros,
-            not from what the slot holds.
+        num_accepted: `[batch_size]` int32 or uint32: records to apply. 0, negative, or more than RING_LEN: the row
+            keeps its bits.
+        has_initial_state: `[batch_size]` bool: False where the request was fresh in the verify. Its rows start from
+            zeros, not from what the slot holds.
         implementation: a name from the table in the README, or None for the best that serves the call.
 
     Returns:

@@ -76,12 +76,8 @@ def _vector_layout(size):
     repeat_lanes = () if lanes == 32 else (plgpu.Replicated(32 // lanes),)
     repeat_warps = () if warps == 4 else (plgpu.Replicated(4 // warps),)
     if warps == 1:
-        return plgpu.Layout.TILED(
-            plgpu.Tiling(((unit,), (1,))), repeat_warps, (*repeat_lanes, -2), -1
-        )
-    return plgpu.Layout.TILED(
-        plgpu.Tiling(((unit,), (lanes,), (1,))), (*repeat_warps, -3), (-2,), -1
-    )
+        return plgpu.Layout.TILED(plgpu.Tiling(((unit,), (1,))), repeat_warps, (*repeat_lanes, -2), -1)
+    return plgpu.Layout.TILED(plgpu.Tiling(((unit,), (lanes,), (1,))), (*repeat_warps, -3), (-2,), -1)
 
 
 def _block_rows(key_head_dim, value_head_dim, itemsize, unit):
@@ -104,9 +100,7 @@ def _chunk_rows(block_rows, value_head_dim, itemsize, unit):
     return best
 
 
-def state_fold(
-    recurrent_state, ring, row_ids, ring_row_ids, num_accepted, has_initial_state, *, interpret=None
-):
+def state_fold(recurrent_state, ring, row_ids, ring_row_ids, num_accepted, has_initial_state, *, interpret=None):
     """See `gdn_jax.gated_delta_state_fold`."""
     f32 = jnp.float32
     max_slots, num_value_heads, key_dim, value_dim = recurrent_state.shape
@@ -139,15 +133,10 @@ def state_fold(
         def _():
             first = block * rows
             chunks = [pl.ds(c * chunk, chunk) for c in range(num_chunks)]
-            state = [
-                pool_g.at[slot, head, pl.ds(first + c * chunk, chunk)] for c in range(num_chunks)
-            ]
+            state = [pool_g.at[slot, head, pl.ds(first + c * chunk, chunk)] for c in range(num_chunks)]
 
             def zeros():
-                return [
-                    plgpu.layout_cast(jnp.zeros(shape, recurrent_state.dtype), layout)
-                    for _ in chunks
-                ]
+                return [plgpu.layout_cast(jnp.zeros(shape, recurrent_state.dtype), layout) for _ in chunks]
 
             def read():
                 return [plgpu.load(r, layout=layout, optimized=False) for r in state]

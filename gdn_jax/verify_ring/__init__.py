@@ -1,18 +1,19 @@
 """Pass 2 over a speculative window: the outputs of the forward, and a ring of records in place of new states.
 
-A record holds what one token does to the states of one key head's group, with nothing left in it that depends on a state:
+A record holds what one token does to the states of one key head's group, with nothing left in it that depends on a
+state:
 
     raw key [key_head_dim] | per value head: delta factor [value_head_dim] | per value head: decay
 
-The delta factor is `beta * (v - kv) * rsqrt(sum(k*k) + 1e-6)`: what the raw key is multiplied by. `state_fold` applies the
-records of the accepted tokens; the others are forgotten, so nothing has to be rolled back.
+The delta factor is `beta * (v - kv) * rsqrt(sum(k*k) + 1e-6)`: what the raw key is multiplied by. `state_fold` applies
+the records of the accepted tokens; the others are forgotten, so nothing has to be rolled back.
 """
 
 import jax
 import jax.numpy as jnp
 
 from gdn_jax._checks import Arguments
-from gdn_jax._primitive import Implementation, Operation
+from gdn_jax._primitive import Implementation, Operation, mosaic_gpu
 from gdn_jax._ragged import fold_per_row, fold_rows, fold_slots
 from gdn_jax.recurrence import empty_output, token_operands
 from gdn_jax.verify_ring.xla import differentiable_verify_ring
@@ -80,6 +81,7 @@ verify_ring = Operation(
     "verify_ring",
     out_avals=_out_avals,
     implementations=[
+        mosaic_gpu("gdn_jax.verify_ring.mosaic_gpu"),
         Implementation("xla", "gdn_jax.verify_ring.xla"),
         Implementation("scan", "gdn_jax.verify_ring.scan"),
     ],
@@ -104,12 +106,13 @@ def gated_delta_recurrence_verify_ring(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Compute the outputs of draft tokens and record their state updates, leaving the states as they are.
 
-    The outputs equal, bit for bit, those of `gated_delta_recurrence_fwd` with `algorithm="recurrent"`. Position p of row b
-    writes one record per key head at `ring[ring_slot_idx[b], key_head, p, :]`. Inside `jax.jit`, donate `ring` and
-    `recurrent_state`: both are updated in their own buffers.
+    The outputs equal, bit for bit, those of `gated_delta_recurrence_fwd` with `algorithm="recurrent"`. Position p of
+    row b writes one record per key head at `ring[ring_slot_idx[b], key_head, p, :]`. Inside `jax.jit`, donate `ring`
+    and `recurrent_state`: both are updated in their own buffers.
 
     Args:
-        qkv_conv_output, decay_per_token, beta_per_token, recurrent_state, slot_idx, input_row_offsets, has_initial_state,
+        qkv_conv_output, decay_per_token, beta_per_token, recurrent_state, slot_idx, input_row_offsets,
+        has_initial_state,
             implementation: as in `gated_delta_recurrence_fwd`.
         ring: `[ring_rows, num_key_heads, RING_LEN, record_stride]`, with `record_stride` at least
             `gated_delta_ring_record_elements(..)`. float32, or bfloat16, with which the fold is not bit-exact. Elements
