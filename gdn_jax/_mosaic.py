@@ -24,8 +24,11 @@ def compiler_params():
 
 
 def value_tile(value_head_dim: int, limit: int) -> int:
-    """The widest tile of 16, 32, 64 or 128 value columns, at most `limit`, that divides the head."""
-    return math.gcd(value_head_dim, limit, 128)
+    """The widest tile of 16, 32, 64 or 128 value columns that divides the head, if it can at most `limit`."""
+    tile = math.gcd(value_head_dim, 128)
+    while tile > max(limit, 16):
+        tile //= 2
+    return tile
 
 
 def state_layout(tile: int, vector: int) -> plgpu.Layout:

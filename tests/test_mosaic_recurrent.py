@@ -1,0 +1,143 @@
+"""The recurrent Mosaic GPU kernels without a GPU: interpreted against the oracle, and lowered for CUDA."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+import gdn_jax.recurrence.mosaic_gpu as forward
+import gdn_jax.verify_ring.mosaic_gpu as verify
+from tests import oracle
+from tests.harness import assert_close, assert_same_bits, assert_zero
+
+INTERPRET = plgpu.InterpretGPUParams()
+recurrence = partial(forward.recurrence, algorithm="recurrent", precision=None)
+
+
+def make(lengths, heads, slots, *, tokens="bfloat16", pool="float32", extra=0, first=0, fresh=()):
+    """Random operands of the recurrence; `extra` tokens after and `first` before the rows hold NaN."""
+    rng = np.random.default_rng(sum(lengths) + heads[2])
+    nk, nv, key_dim, value_dim = heads
+    offsets = first + np.concatenate([[0], np.cumsum(lengths)])
+    num_tokens = offsets[-1] + extra
+    qkv = rng.standard_normal((num_tokens, 2 * nk * key_dim + nv * value_dim))
+    qkv[:first] = qkv[offsets[-1] :] = np.nan
+    max_slots = max(slots) + 2
+    state = 0.3 * rng.standard_normal((max_slots, nv, key_dim, value_dim))
+    has = np.array([b not in fresh for b in range(len(lengths))])
+    for b in fresh:
+        state[slots[b]] = np.nan
+    return (
+        jnp.asarray(qkv, tokens),
+        jnp.asarray(rng.uniform(0.8, 1, (num_tokens, nv)), jnp.float32),
+        jnp.asarray(rng.uniform(0, 1, (num_tokens, nv)), jnp.float32),
+        jnp.asarray(state, pool),
+        jnp.asarray(slots, jnp.int32),
+        jnp.asarray(offsets, jnp.int32),
+        jnp.asarray(has),
+    )
+
+
+CASES = {
+    "decode": dict(lengths=[1, 1, 1, 1], heads=(1, 2, 32, 32), slots=[2, -1, 0, 3], fresh=(2,)),
+    "ragged": dict(lengths=[1, 0, 6, 17], heads=(2, 2, 16, 48), slots=[1, 0, 3, 2], tokens="float32"),
+    "wide": dict(lengths=[2, 5], heads=(1, 1, 48, 16), slots=[1, 0], pool="bfloat16", tokens="float16"),
+    "padding": dict(
+        lengths=[3, 2, 1], heads=(1, 3, 32, 16), slots=[1, 6, 0], extra=18, first=1, tokens="float32",
+        pool="float16",
+    ),
+    "one token": dict(lengths=[1], heads=(1, 1, 128, 128), slots=[1]),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_forward(name):
+    args = make(**CASES[name])
+    out, pool = recurrence(*args, interpret=INTERPRET)
+    check_forward(args, out, pool)
+
+
+def check_forward(args, out, pool):
+    reference = oracle.recurrence(*args)
+    budget = {"float32": 2e-6, "bfloat16": 3e-3, "float16": 5e-4}
+    live = oracle.owners(args[4], args[5], args[3].shape[0], args[0].shape[0]) > 0
+    assert_zero(np.asarray(out)[~live])
+    assert_close(np.asarray(out)[live], reference[0][live], budget[args[0].dtype.name])
+    written = written_slots(args)
+    assert_close(np.asarray(pool)[written], reference[1][written], budget[pool.dtype.name])
+    rest = np.setdiff1d(np.arange(pool.shape[0]), written)
+    assert_same_bits(np.asarray(pool)[rest], np.asarray(args[3])[rest])
+
+
+def written_slots(args):
+    bounds = oracle.row_bounds(args[5], args[0].shape[0])
+    slots = zip(np.asarray(args[4]), bounds, strict=True)
+    return [int(s) for s, (lo, hi) in slots if lo < hi and 0 <= s < args[3].shape[0]]
+
+
+@pytest.mark.parametrize("padding", [0, 3])
+@pytest.mark.parametrize("ring_dtype", ["float32", "bfloat16"])
+def test_verify(ring_dtype, padding):
+    """Windows of 1, 2, RING_LEN and RING_LEN + 1 tokens, a padding row, a padding ring slot."""
+    ring_len = 5
+    args = make([1, 2, ring_len, ring_len + 1, 2], (1, 2, 16, 32), [4, 2, 0, 1, -1], tokens="float32", fresh=(1,))
+    stride = 16 + 2 * 33 + padding
+    ring = jnp.full((4, 1, ring_len, stride), jnp.nan, ring_dtype)
+    ring_slots = jnp.asarray([2, 3, 9, 0, 1], jnp.int32)
+    out, records, pool = verify.verify_ring(
+        *args[:4], ring, args[4], ring_slots, *args[5:], interpret=INTERPRET
+    )
+    expected_out, expected_pool = recurrence(*args, interpret=INTERPRET)
+    assert_same_bits(out, expected_out)
+    assert_same_bits(pool[1], expected_pool[1])
+    others = np.array([0, 2, 3, 4, 5])
+    assert_same_bits(np.asarray(pool)[others], np.asarray(args[3])[others])
+    _, reference, _ = oracle.verify_ring(*args[:4], ring, args[4], ring_slots, *args[5:])
+    records = np.asarray(records).astype(np.float64)
+    assert (np.isnan(records) == np.isnan(reference)).all()
+    assert_close(np.nan_to_num(records), np.nan_to_num(reference), 2e-6 if ring_dtype == "float32" else 4e-3)
+
+
+def shapes(num_tokens, batch, heads, *, tokens="bfloat16", pool="float32"):
+    nk, nv, key_dim, value_dim = heads
+    shape = jax.ShapeDtypeStruct
+    return (
+        shape((num_tokens, 2 * nk * key_dim + nv * value_dim), tokens),
+        shape((num_tokens, nv), jnp.float32),
+        shape((num_tokens, nv), jnp.float32),
+        shape((batch + 1, nv, key_dim, value_dim), pool),
+        shape((batch,), jnp.int32),
+        shape((batch + 1,), jnp.int32),
+        shape((batch,), jnp.bool_),
+    )
+
+
+def lowered(function, args):
+    donated = [n for n, a in enumerate(args) if len(a.shape) == 4]
+    traced = jax.jit(function, donate_argnums=donated).trace(*args)
+    return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize("pool", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "size",
+    [(1, 1, (16, 32, 128, 128)), (128, 128, (16, 32, 128, 128)), (2048, 2048, (48, 48, 16, 16)),
+     (8192, 1, (16, 32, 128, 128)), (64, 4, (2, 6, 256, 48)), (64, 4, (2, 6, 80, 256))],
+    ids=str,
+)
+def test_forward_lowers_in_place(size, pool):
+    text = lowered(recurrence, shapes(*size, pool=pool))
+    assert text.count("mosaic_gpu_v2") == 1
+    assert text.count("#stablehlo.output_operand_alias<") == 1
+
+
+@pytest.mark.parametrize("pool", ["float32", "bfloat16"])
+def test_verify_lowers_in_place(pool):
+    args = shapes(256, 64, (16, 32, 128, 128), pool=pool)
+    ring = jax.ShapeDtypeStruct((65, 16, 8, 386), jnp.float32)
+    text = lowered(verify.verify_ring, (*args[:4], ring, args[4], args[4], *args[5:]))
+    assert text.count("mosaic_gpu_v2") == 1
+    assert text.count("#stablehlo.output_operand_alias<") == 2
