@@ -523,6 +523,10 @@ def _pass(
     dtype = qkv.dtype
     width = tiles * C
     math_registers, side_registers = ((208, 88) if tiles == 2 else (240, 240))
+    # How much of Q S is put before T X in the queue of products, to run while X is computed. With two value tiles the
+    # other one's products fill that gap, and there are no registers for one more accumulator.
+    early = halves // 2 if tiles == 1 else 0
+    stages = 2 if key_dim == 256 else STAGES
 
     def body(
         qkv_g, t_g, vec_g, slot_g, off_g, init_g, pool_g, o_g,
@@ -543,7 +547,7 @@ def _pass(
         live = (b < batch) & is_row_of(slot, max_slots)
         n_chunks = jnp.where(live, lax.div(length + (C - 1), i32(C)), 0)
         item = _item_of(start, row_b)
-        stage_of = lambda n: lax.rem(n, i32(STAGES))
+        stage_of = lambda n: lax.rem(n, i32(stages))
         tr = lambda ref: ref.transpose((1, 0))
 
         def drain(source, t0, count, channel):
@@ -638,7 +642,7 @@ def _pass(
                     def products(u_acc, q_acc, v_acc):
                         for i in range(halves):
                             u_acc.mma(low[i], tr(k_tiles.at[s, i]))
-                        for i in range(halves):
+                        for i in range(early):
                             q_acc.mma(low[i], tr(q_tiles.at[s, i]))
 
                         @pl.when(n > 0)
@@ -647,8 +651,10 @@ def _pass(
 
                         v = plgpu.load(tr(v_tiles.at[s, m]), layout=WGMMA).astype(f32)
                         scale = _cols(_vector(vec_s.at[s, U_SCALE], COL), C)
-                        x = (v - u_acc.read(halves) * scale).astype(f16)
+                        x = (v - u_acc.read(early) * scale).astype(f16)
                         v_acc.mma(x, tr(t_s.at[s]))
+                        for i in range(early, halves):
+                            q_acc.mma(low[i], tr(q_tiles.at[s, i]))
                         s_scale = _cols(_vector(vec_s.at[s, S_SCALE], COL), C)
                         decay = jnp.exp2(vec_s[s, LOG_GAMMA, C - 1])
 
@@ -657,11 +663,9 @@ def _pass(
                             plgpu.barrier_wait(p_ready.at[half])
 
                         q_scale = _cols(_vector(p_row_s.at[half], COL), C)
-                        new_v = v_acc.read()
-                        return (
-                            (new_v * s_scale).astype(dtype), new_v.astype(f16),
-                            q_acc.read(None) * q_scale, decay,
-                        )  # fmt: skip
+                        new_v = v_acc.read(halves - early)
+                        for_state, for_output = (new_v * s_scale).astype(dtype), new_v.astype(f16)
+                        return for_state, for_output, q_acc.read() * q_scale, decay
 
                     for_state, for_output, o, decay = _accumulate(interpret, [(C, C)] * 3, products)
 
@@ -735,7 +739,7 @@ def _pass(
                     copy(2 * nk * key_dim + head * value_dim + first_column + m * C, v_rows.at[s, m])
                 plgpu.copy_gmem_to_smem(t_g.at[item + n, head], t_s.at[s], in_bar.at[s])
 
-            lax.fori_loop(0, jnp.minimum(n_chunks, STAGES), lambda n, _: bring(n), None)
+            lax.fori_loop(0, jnp.minimum(n_chunks, stages), lambda n, _: bring(n), None)
 
             def step(n, _):
                 s, half = stage_of(n), lax.rem(n, i32(2))
@@ -775,15 +779,15 @@ def _pass(
                 plgpu.barrier_arrive(p_ready.at[half])
                 plgpu.barrier_arrive(in_free.at[s])
 
-                @pl.when((n >= 1) & (n - 1 + STAGES < n_chunks))
+                @pl.when((n >= 1) & (n - 1 + stages < n_chunks))
                 def _():
                     plgpu.barrier_wait(in_free.at[stage_of(n - 1)])
-                    bring(n - 1 + STAGES)
+                    bring(n - 1 + stages)
 
             lax.fori_loop(0, n_chunks, step, None)
             # every barrier is left with all its phases waited for
             lax.fori_loop(
-                jnp.maximum(n_chunks - STAGES, 0), n_chunks,
+                jnp.maximum(n_chunks - stages, 0), n_chunks,
                 lambda n, _: plgpu.barrier_wait(in_free.at[stage_of(n)]), None,
             )  # fmt: skip
             lax.fori_loop(
@@ -808,17 +812,17 @@ def _pass(
         num_threads=tiles + 1,
         thread_name="wg",
         scratch_types=[
-            target((STAGES, halves, C, LINE), dtype),
-            target((STAGES, halves, C, LINE), dtype),
-            target((STAGES, tiles, C, C), dtype),
-            _swizzled((STAGES, C, C), f16),
-            plgpu.SMEM((STAGES, NUM_VECTORS, C), f32),
+            target((stages, halves, C, LINE), dtype),
+            target((stages, halves, C, LINE), dtype),
+            target((stages, tiles, C, C), dtype),
+            _swizzled((stages, C, C), f16),
+            plgpu.SMEM((stages, NUM_VECTORS, C), f32),
             _swizzled((2, C, C), f16),
             plgpu.SMEM((2, C), f32),
             target((tiles, C, C), dtype),
             plgpu.SMEM((tiles, C, C), dtype),
-            bar(num_arrivals=2 * halves + tiles + 2, num_barriers=STAGES),
-            bar(num_arrivals=tiles + 1, num_barriers=STAGES),
+            bar(num_arrivals=2 * halves + tiles + 2, num_barriers=stages),
+            bar(num_arrivals=tiles + 1, num_barriers=stages),
             bar(num_barriers=2),
             bar(num_arrivals=tiles, num_barriers=2),
             bar(num_arrivals=tiles + 1),
@@ -852,7 +856,7 @@ def recurrence(
     # true T first keeps the tokens added here out of every row.
     offsets = jnp.minimum(input_row_offsets, total) if short else input_row_offsets
     qkv, decay, beta = [jnp.pad(x, ((0, short), (0, 0))) if short else x for x in (qkv, decay, beta)]
-    tiles = 2 if value_dim % (2 * C) == 0 and slot_idx.shape[0] * nv > 66 else 1
+    tiles = 2 if value_dim % (2 * C) == 0 and key_dim <= 128 and slot_idx.shape[0] * nv > 66 else 1
     t, vec = _prepare(
         qkv, decay, beta, slot_idx, offsets,
         nk=nk, key_dim=key_dim, max_slots=recurrent_state.shape[0], interpret=interpret,
