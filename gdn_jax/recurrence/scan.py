@@ -28,14 +28,18 @@ def split_heads(qkv, num_value_heads, key_head_dim, value_head_dim):
     )
 
 
-def update(S, key, factor, decay):
-    """`fma(key, factor^T, S * decay)`, S `[.., KD, VD]`: the step that the forward and the fold of its records share.
+def rounded(product, other):
+    """`product`, kept a value of its own where it meets `other` in a sum; selects NaN where `other` is NaN.
 
-    A compiler may contract a sum of two products into either of two fused multiply-adds, and picks by what stands
-    around it. The selection, which changes no value, leaves it only one.
+    A compiler may contract a product into the sum it feeds, one product or the other, and what stands around them
+    decides. A selection between leaves it no choice, so that the forward, the verify and the fold round alike.
     """
-    decayed = jnp.where(S == S, S * decay[..., None, None], S)
-    return key[..., :, None] * factor[..., None, :] + decayed
+    return jnp.where(other == other, product, other)
+
+
+def update(S, key, factor, decay):
+    """`fma(key, factor^T, S * decay)`, S `[.., KD, VD]`: the step that the forward and the fold of its records share."""
+    return key[..., :, None] * factor[..., None, :] + rounded(S * decay[..., None, None], S)
 
 
 def token_step(S, q, k, v, decay, beta):
@@ -50,7 +54,7 @@ def token_step(S, q, k, v, decay, beta):
     k, q = jnp.repeat(k, group_size, axis=-2), jnp.repeat(q, group_size, axis=-2)
 
     kv = decay[..., None] * k_norm * jnp.sum(S * k[..., None], axis=-2)
-    factor = beta[..., None] * (v - kv) * k_norm
+    factor = beta[..., None] * (v - rounded(kv, v)) * k_norm
     S = update(S, k, factor, decay)
     out = q_norm * jnp.sum(S * q[..., None], axis=-2)
     return S, out, factor
