@@ -23,6 +23,9 @@ Model file (`qwen3_5_text.npz`): a four-layer Qwen3.5 text model, its greedy con
 prompts by `generate`, and the logits over prompt and continuation of the first.
 """
 
+# pyright: reportMissingImports=false
+# (torch and transformers live in another environment)
+
 import argparse
 import json
 import pathlib
@@ -60,8 +63,6 @@ def randomize(module, generator):
                 parameter.copy_(noise - 1.5)
             elif parameter.ndim == 1:
                 parameter.add_(0.2 * noise)
-            elif parameter.ndim == 3:  # depthwise convolution, one input channel
-                parameter.copy_(noise / parameter.shape[-1] ** 0.5)
             else:
                 parameter.copy_(noise / parameter.shape[-1] ** 0.5)
 
@@ -132,29 +133,30 @@ def text_config():
 
 
 def model_fixture(config, generator):
-    model = Qwen3_5ForCausalLM(config).eval()
-    randomize(model, generator)
-    arrays = {f"weights/{name}": value for name, value in model.state_dict().items()}
-    margins = []
-    for i, length in enumerate(PROMPT_LENGTHS):
-        prompt = torch.randint(config.vocab_size, (1, length), generator=generator)
-        tokens = model.generate(
-            prompt,
-            attention_mask=torch.ones_like(prompt),
-            do_sample=False,
-            min_new_tokens=NEW_TOKENS,
-            max_new_tokens=NEW_TOKENS,
-        )[0]
-        logits = model(tokens[None]).logits[0]
-        top2 = logits[length - 1 : -1].topk(2).values
-        margins.append(float((top2[:, 0] - top2[:, 1]).min()))
-        arrays |= {f"prompt_{i}": prompt[0], f"greedy_{i}": tokens[length:]}
-        if i == 0:
-            arrays["logits_0"] = logits
+    margin = 0.0
     # Equal greedy tokens mean something only where no step is decided by rounding.
-    if min(margins) < 1e-3:
-        raise SystemExit(f"a greedy step is a near tie (margins {margins}): choose another --seed")
-    return arrays, {"smallest_margin": margins}
+    while margin < 1e-3:
+        model = Qwen3_5ForCausalLM(config).eval()
+        randomize(model, generator)
+        arrays = {f"weights/{name}": value.clone() for name, value in model.state_dict().items()}
+        margins = []
+        for i, length in enumerate(PROMPT_LENGTHS):
+            prompt = torch.randint(config.vocab_size, (1, length), generator=generator)
+            tokens = model.generate(
+                prompt,
+                attention_mask=torch.ones_like(prompt),
+                do_sample=False,
+                min_new_tokens=NEW_TOKENS,
+                max_new_tokens=NEW_TOKENS,
+            )[0]
+            logits = model(tokens[None]).logits[0]
+            top2 = logits[length - 1 : -1].topk(2).values
+            margins.append(float((top2[:, 0] - top2[:, 1]).min()))
+            arrays |= {f"prompt_{i}": prompt[0], f"greedy_{i}": tokens[length:]}
+            if i == 0:
+                arrays["logits_0"] = logits
+        margin = min(margins)
+    return arrays, {"smallest_margin": margin}
 
 
 def save(path, config, arrays, **meta):
