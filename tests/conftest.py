@@ -28,9 +28,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 # Reproducible rather than random: a red run is red again.
-hypothesis.settings.register_profile(
-    "gdn_jax", deadline=None, derandomize=True, max_examples=60, print_blob=True
-)
+hypothesis.settings.register_profile("gdn_jax", deadline=None, derandomize=True, max_examples=60, print_blob=True)
 hypothesis.settings.load_profile("gdn_jax")
 
 ON_GPU = pytest.mark.gpu

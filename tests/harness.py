@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import gdn_jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
+import gdn_jax
 
 # The contract's budgets: relative error against the oracle, by algorithm and token dtype.
 OUTPUT_BUDGET = {
@@ -110,8 +111,7 @@ class Implementation:
         function = getattr(gdn_jax, operation)
         arguments = [jnp.asarray(argument) for argument in arguments]
         options = {
-            name: jnp.asarray(value) if isinstance(value, np.ndarray) else value
-            for name, value in options.items()
+            name: jnp.asarray(value) if isinstance(value, np.ndarray) else value for name, value in options.items()
         }
         chosen: str | None = self.name
         if self.refuses(operation, arguments, options):
@@ -124,9 +124,7 @@ class Implementation:
         return tuple(np.asarray(result) for result in results)
 
     def recurrence(self, tokens, pool, slot_idx, offsets, **options) -> Any:
-        return self.call(
-            "gated_delta_recurrence_fwd", *tokens, pool, slot_idx, offsets, **options
-        )
+        return self.call("gated_delta_recurrence_fwd", *tokens, pool, slot_idx, offsets, **options)
 
     def verify(self, tokens, pool, ring, slot_idx, ring_slot_idx, offsets, **options) -> Any:
         return self.call(
@@ -141,9 +139,7 @@ class Implementation:
         )
 
     def fold(self, pool, ring, row_ids, ring_row_ids, num_accepted, **options) -> np.ndarray:
-        (pool,) = self.call(
-            "gated_delta_state_fold", pool, ring, row_ids, ring_row_ids, num_accepted, **options
-        )
+        (pool,) = self.call("gated_delta_state_fold", pool, ring, row_ids, ring_row_ids, num_accepted, **options)
         return pool
 
     def conv1d(self, x, weight, pool, slot_idx, offsets, **options) -> Any:

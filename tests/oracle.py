@@ -8,6 +8,8 @@ an implementation is judged against the exact result for its own (already rounde
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 
 EPSILON = 1e-6
@@ -22,7 +24,7 @@ def exact(array) -> np.ndarray:
 def row_bounds(offsets, num_tokens: int) -> list[tuple[int, int]]:
     """``(start, end)`` of every row; a row that ends before it starts is empty."""
     inside = [min(max(int(offset), 0), num_tokens) for offset in np.asarray(offsets)]
-    return [(start, max(start, end)) for start, end in zip(inside[:-1], inside[1:], strict=True)]
+    return [(start, max(start, end)) for start, end in itertools.pairwise(inside)]
 
 
 def owners(slot_idx, offsets, num_slots: int, num_tokens: int) -> np.ndarray:
@@ -32,7 +34,7 @@ def owners(slot_idx, offsets, num_slots: int, num_tokens: int) -> np.ndarray:
     and that the token's output is not specified.
     """
     count = np.zeros(num_tokens, int)
-    for slot, (start, end) in zip(np.asarray(slot_idx), row_bounds(offsets, num_tokens)):
+    for slot, (start, end) in zip(np.asarray(slot_idx), row_bounds(offsets, num_tokens), strict=False):
         if 0 <= int(slot) < num_slots:
             count[start:end] += 1
     return count
@@ -110,9 +112,7 @@ def recurrence(qkv, decay, beta, pool, slot_idx, offsets, has_initial_state=None
     return outputs.reshape(num_tokens, -1), new_pool
 
 
-def verify_ring(
-    qkv, decay, beta, pool, ring, slot_idx, ring_slot_idx, offsets, has_initial_state=None
-):
+def verify_ring(qkv, decay, beta, pool, ring, slot_idx, ring_slot_idx, offsets, has_initial_state=None):
     """``(outputs, new ring, new pool)`` in float64."""
     q, k, v = split_heads(qkv, pool.shape)
     decay, beta, pool, ring = exact(decay), exact(beta), exact(pool), exact(ring)

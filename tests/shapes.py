@@ -108,23 +108,17 @@ class Tokens:
         return iter((self.qkv, self.decay, self.beta))
 
 
-def trained_tokens(
-    heads: Heads, num_tokens: int, dtype: str = "float32", seed: int = 0
-) -> Tokens:
+def trained_tokens(heads: Heads, num_tokens: int, dtype: str = "float32", seed: int = 0) -> Tokens:
     """Inputs like a trained model's: decay in 0.9..1, most of it near 1, and beta in 0..1."""
     rng = np.random.default_rng(seed)
     nv = heads.num_value_heads
     qkv = rng.standard_normal((num_tokens, heads.conv_dim), np.float32)
     decay = 1.0 - 0.1 * rng.random((num_tokens, nv)) ** 3
     beta = rng.random((num_tokens, nv))
-    return Tokens(
-        qkv.astype(FLOAT_DTYPES[dtype]), decay.astype(np.float32), beta.astype(np.float32)
-    )
+    return Tokens(qkv.astype(FLOAT_DTYPES[dtype]), decay.astype(np.float32), beta.astype(np.float32))
 
 
-def resetting_tokens(
-    heads: Heads, num_tokens: int, dtype: str = "float32", seed: int = 0
-) -> Tokens:
+def resetting_tokens(heads: Heads, num_tokens: int, dtype: str = "float32", seed: int = 0) -> Tokens:
     """Decays of exactly 0, of numbers that products underflow on, and of 1, mixed."""
     tokens = trained_tokens(heads, num_tokens, dtype, seed)
     rng = np.random.default_rng(seed + 1)

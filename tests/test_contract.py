@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import gdn_jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import gdn_jax
 from tests import oracle, shapes
 from tests.harness import (
     OUTPUT_BUDGET,
@@ -61,9 +61,7 @@ def check_recurrence(
     assert out.dtype == tokens.qkv.dtype
     assert new_pool.shape == pool.shape
     assert new_pool.dtype == pool.dtype
-    expected_out, expected_pool = oracle.recurrence(
-        *tokens, pool, slot_idx, offsets, has_initial_state
-    )
+    expected_out, expected_pool = oracle.recurrence(*tokens, pool, slot_idx, offsets, has_initial_state)
     owned = oracle.owners(slot_idx, offsets, pool.shape[0], tokens.qkv.shape[0])
     assert_zero(out[owned == 0], "outputs of tokens in no live row")
     if budgets is None:
@@ -74,7 +72,7 @@ def check_recurrence(
     assert_close(out[owned == 1], expected_out[owned == 1], budgets[0], "outputs")
     written = sorted(
         int(slot)
-        for slot, (start, end) in zip(slot_idx, oracle.row_bounds(offsets, len(owned)))
+        for slot, (start, end) in zip(slot_idx, oracle.row_bounds(offsets, len(owned)), strict=False)
         if 0 <= int(slot) < pool.shape[0] and end > start
     )
     for slot in written:
@@ -162,9 +160,7 @@ def test_no_implementation_named():
     """The automatic choice, on whatever platform the suite runs."""
     tokens = shapes.trained_tokens(SMALL, NUM_TOKENS, seed=6)
     pool = shapes.state_pool(SMALL, MAX_SLOTS)
-    out, new_pool = gdn_jax.gated_delta_recurrence_fwd(
-        *map(jnp.asarray, (*tokens, pool, SLOTS, OFFSETS))
-    )
+    out, new_pool = gdn_jax.gated_delta_recurrence_fwd(*map(jnp.asarray, (*tokens, pool, SLOTS, OFFSETS)))
     expected_out, expected_pool = oracle.recurrence(*tokens, pool, SLOTS, OFFSETS)
     assert_close(out, expected_out, OUTPUT_BUDGET["chunked", "float32"], "outputs")
     assert_close(new_pool, expected_pool, OUTPUT_BUDGET["chunked", "float32"], "states")
@@ -174,9 +170,7 @@ def test_decay_and_beta_of_lower_precision_are_upcast(variant):
     """Only the rounding of the inputs themselves may show."""
     bfloat16 = shapes.FLOAT_DTYPES["bfloat16"]
     tokens = shapes.trained_tokens(SMALL, NUM_TOKENS, seed=7)
-    rounded = shapes.Tokens(
-        tokens.qkv, tokens.decay.astype(bfloat16), tokens.beta.astype(np.float16)
-    )
+    rounded = shapes.Tokens(tokens.qkv, tokens.decay.astype(bfloat16), tokens.beta.astype(np.float16))
     pool = shapes.state_pool(SMALL, MAX_SLOTS)
     check_recurrence(variant, SMALL, rounded, pool, SLOTS, OFFSETS)
 
@@ -231,7 +225,7 @@ def test_a_batch_of_padding_only(variant):
     assert_same_bits(new_pool, pool)
 
 
-@pytest.mark.parametrize("start, spare", [(0, 7), (7, 0), (3, 4)])
+@pytest.mark.parametrize(("start", "spare"), [(0, 7), (7, 0), (3, 4)])
 def test_tokens_outside_every_row(variant, start, spare):
     """NaN before the first offset and after the last reaches nothing."""
     lengths = (5, 0, 1, 63, 17, 3)
@@ -273,18 +267,14 @@ def test_rows_that_start_from_zeros(variant):
     tokens = shapes.trained_tokens(SMALL, NUM_TOKENS, seed=12)
     pool = shapes.state_pool(SMALL, MAX_SLOTS)
     pool[SLOTS[~has_initial_state]] = np.nan
-    check_recurrence(
-        variant, SMALL, tokens, pool, SLOTS, OFFSETS, has_initial_state=has_initial_state
-    )
+    check_recurrence(variant, SMALL, tokens, pool, SLOTS, OFFSETS, has_initial_state=has_initial_state)
 
 
 def test_an_empty_row_that_starts_from_zeros_keeps_its_slot(variant):
     tokens = shapes.trained_tokens(SMALL, NUM_TOKENS, seed=12)
     pool = shapes.state_pool(SMALL, MAX_SLOTS)
     has_initial_state = np.zeros(len(MIXED), bool)
-    _, new_pool = check_recurrence(
-        variant, SMALL, tokens, pool, SLOTS, OFFSETS, has_initial_state=has_initial_state
-    )
+    _, new_pool = check_recurrence(variant, SMALL, tokens, pool, SLOTS, OFFSETS, has_initial_state=has_initial_state)
     assert_same_bits(new_pool[SLOTS[1]], pool[SLOTS[1]])
 
 
@@ -299,7 +289,7 @@ def test_no_flags_means_that_every_row_reads_its_slot(variant):
         assert_same_bits(value, reference)
 
 
-@pytest.mark.parametrize("num_tokens, batch_size, max_slots", [(0, 3, 5), (4, 0, 5), (4, 2, 0)])
+@pytest.mark.parametrize(("num_tokens", "batch_size", "max_slots"), [(0, 3, 5), (4, 0, 5), (4, 2, 0)])
 def test_empty_dimensions(variant, num_tokens, batch_size, max_slots):
     implementation, algorithm = variant
     tokens = shapes.trained_tokens(SMALL, num_tokens)
@@ -334,12 +324,8 @@ def test_verify_against_the_oracle(implementation, padding, poison):
     tokens, pool = window_inputs()
     pool = poisoned(pool, WINDOW_SLOTS, poison)
     ring = ring_of(SMALL, RING_ROWS, RING_LEN, padding, POISONS[poison])
-    out, new_ring, new_pool = implementation.verify(
-        tokens, pool, ring, WINDOW_SLOTS, RING_SLOTS, WINDOW_OFFSETS
-    )
-    expected_out, expected_ring, _ = oracle.verify_ring(
-        *tokens, pool, ring, WINDOW_SLOTS, RING_SLOTS, WINDOW_OFFSETS
-    )
+    out, new_ring, new_pool = implementation.verify(tokens, pool, ring, WINDOW_SLOTS, RING_SLOTS, WINDOW_OFFSETS)
+    expected_out, expected_ring, _ = oracle.verify_ring(*tokens, pool, ring, WINDOW_SLOTS, RING_SLOTS, WINDOW_OFFSETS)
     assert_close(out, expected_out, 2e-6, "outputs")
     assert_same_bits(new_pool, pool, "the state pool")
     recorded = np.zeros(ring.shape, bool)
@@ -352,9 +338,7 @@ def test_verify_against_the_oracle(implementation, padding, poison):
 def test_records_hold_the_raw_key_and_the_decay_exactly(implementation):
     tokens, pool = window_inputs()
     ring = ring_of(SMALL, RING_ROWS, RING_LEN)
-    _, new_ring, _ = implementation.verify(
-        tokens, pool, ring, WINDOW_SLOTS, RING_SLOTS, WINDOW_OFFSETS
-    )
+    _, new_ring, _ = implementation.verify(tokens, pool, ring, WINDOW_SLOTS, RING_SLOTS, WINDOW_OFFSETS)
     _, key, _ = oracle.split_heads(tokens.qkv, pool.shape)
     decay = tokens.decay.reshape(-1, SMALL.num_key_heads, SMALL.group_size)
     at_decay = SMALL.key_head_dim + SMALL.group_size * SMALL.value_head_dim
@@ -372,9 +356,7 @@ def test_records_hold_the_raw_key_and_the_decay_exactly(implementation):
 @pytest.mark.parametrize("heads_name", ["small", "full_head", "wide_value"])
 @pytest.mark.parametrize("token_dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("pool_dtype", ["float32", "bfloat16"])
-def test_verify_and_fold_agree_with_the_forward_bit_for_bit(
-    implementation, heads_name, token_dtype, pool_dtype
-):
+def test_verify_and_fold_agree_with_the_forward_bit_for_bit(implementation, heads_name, token_dtype, pool_dtype):
     heads = shapes.HEADS[heads_name]
     tokens, pool = window_inputs(token_dtype, pool_dtype, heads=heads)
     ring = ring_of(heads, RING_ROWS, RING_LEN)
@@ -403,10 +385,7 @@ def test_verify_and_fold_agree_with_the_forward_bit_for_bit(
     assert_same_bits(folded, forward_pool, "all accepted")
     # Accepting a part: the same tokens, each row cut short where it was accepted.
     accepted = np.array([2, 1, 0, 7, 3], np.int32)
-    pieces = [
-        np.arange(start, start + count)
-        for start, count in zip(WINDOW_OFFSETS[:-1], accepted, strict=True)
-    ]
+    pieces = [np.arange(start, start + count) for start, count in zip(WINDOW_OFFSETS[:-1], accepted, strict=True)]
     _, prefix_pool = implementation.recurrence(
         tokens[np.concatenate(pieces)],
         pool,
@@ -415,9 +394,7 @@ def test_verify_and_fold_agree_with_the_forward_bit_for_bit(
         algorithm="recurrent",
         has_initial_state=flags,
     )
-    folded = implementation.fold(
-        pool, ring, WINDOW_SLOTS[None], RING_SLOTS[None], accepted, has_initial_state=flags
-    )
+    folded = implementation.fold(pool, ring, WINDOW_SLOTS[None], RING_SLOTS[None], accepted, has_initial_state=flags)
     assert_same_bits(folded, prefix_pool, "a part accepted")
 
 
@@ -430,9 +407,7 @@ def test_foreign_ring_rows_drop_their_records_and_nothing_else(implementation, i
     out, new_ring, new_pool = implementation.verify(
         tokens, pool, ring, WINDOW_SLOTS.astype(index_dtype), ring_slots, WINDOW_OFFSETS
     )
-    named_out, named_ring, _ = implementation.verify(
-        tokens, pool, ring, WINDOW_SLOTS, RING_SLOTS, WINDOW_OFFSETS
-    )
+    named_out, named_ring, _ = implementation.verify(tokens, pool, ring, WINDOW_SLOTS, RING_SLOTS, WINDOW_OFFSETS)
     assert_same_bits(out, named_out, "outputs")
     assert_same_bits(new_pool, pool, "the state pool")
     assert_same_bits(new_ring[[0, 5]], named_ring[[0, 5]], "records of live ring rows")
@@ -443,9 +418,7 @@ def test_a_foreign_slot_records_nothing(implementation):
     tokens, pool = window_inputs()
     ring = ring_of(SMALL, RING_ROWS, RING_LEN, fill=777.0)
     slots = np.array([-1, 7, 0, MAX_SLOTS, 2], np.int32)
-    out, new_ring, new_pool = implementation.verify(
-        tokens, pool, ring, slots, RING_SLOTS, WINDOW_OFFSETS
-    )
+    out, new_ring, new_pool = implementation.verify(tokens, pool, ring, slots, RING_SLOTS, WINDOW_OFFSETS)
     assert_same_bits(new_pool, pool, "the state pool")
     assert_same_bits(new_ring[[4, 1, 2]], ring[[4, 1, 2]], "ring rows of padding")
     owned = oracle.owners(slots, WINDOW_OFFSETS, MAX_SLOTS, sum(WINDOWS))
@@ -461,9 +434,7 @@ def test_verify_starts_fresh_rows_from_zeros(implementation):
     ring = ring_of(SMALL, RING_ROWS, RING_LEN)
     arguments = (tokens, pool, ring, WINDOW_SLOTS, RING_SLOTS, WINDOW_OFFSETS)
     out, new_ring, new_pool = implementation.verify(*arguments, has_initial_state=flags)
-    expected_out, expected_ring, _ = oracle.verify_ring(
-        *tokens, *arguments[1:], has_initial_state=flags
-    )
+    expected_out, expected_ring, _ = oracle.verify_ring(*tokens, *arguments[1:], has_initial_state=flags)
     assert_close(out, expected_out, 2e-6, "outputs")
     recorded = ~np.isnan(expected_ring)
     assert_close(new_ring[recorded], expected_ring[recorded], 2e-6, "records")
@@ -488,7 +459,7 @@ def test_verify_ignores_tokens_outside_every_row(implementation):
     assert_same_bits(new_pool, pool, "the state pool")
 
 
-@pytest.mark.parametrize("num_tokens, batch_size", [(0, 3), (4, 0)])
+@pytest.mark.parametrize(("num_tokens", "batch_size"), [(0, 3), (4, 0)])
 def test_verify_of_nothing(implementation, num_tokens, batch_size):
     tokens, pool = shapes.trained_tokens(SMALL, num_tokens), shapes.state_pool(SMALL, 4)
     ring = ring_of(SMALL, 3, RING_LEN)
@@ -504,9 +475,7 @@ def test_a_ring_of_bfloat16(implementation):
     """Works, and costs the rounding of the records: the fold is not bit-exact then."""
     tokens, pool = window_inputs()
     ring = ring_of(SMALL, RING_ROWS, RING_LEN).astype(shapes.FLOAT_DTYPES["bfloat16"])
-    out, ring, _ = implementation.verify(
-        tokens, pool, ring, WINDOW_SLOTS, RING_SLOTS, WINDOW_OFFSETS
-    )
+    out, ring, _ = implementation.verify(tokens, pool, ring, WINDOW_SLOTS, RING_SLOTS, WINDOW_OFFSETS)
     assert ring.dtype == shapes.FLOAT_DTYPES["bfloat16"]
     expected_out, expected_pool = oracle.recurrence(*tokens, pool, WINDOW_SLOTS, WINDOW_OFFSETS)
     assert_close(out, expected_out, 2e-6, "outputs")
@@ -587,7 +556,7 @@ def test_fold_of_fresh_requests_starts_from_zeros(implementation):
     assert_other_rows_kept(new_pool, pool, written)
 
 
-@pytest.mark.parametrize("num_layers, batch_size", [(0, 3), (2, 0)])
+@pytest.mark.parametrize(("num_layers", "batch_size"), [(0, 3), (2, 0)])
 def test_fold_of_nothing(implementation, num_layers, batch_size):
     pool, ring = shapes.state_pool(SMALL, 4), random_ring()
     rows = np.zeros((num_layers, batch_size), np.int32)
@@ -615,7 +584,7 @@ def check_conv(implementation, x, weight, pool, slot_idx, offsets, *, budget=2e-
     assert_close(out[owned == 1], expected_out[owned == 1], budget, "outputs")
     written = [
         int(slot)
-        for slot, (start, end) in zip(slot_idx, oracle.row_bounds(offsets, len(owned)))
+        for slot, (start, end) in zip(slot_idx, oracle.row_bounds(offsets, len(owned)), strict=False)
         if 0 <= int(slot) < pool.shape[0] and end > start and options.get("write_state", True)
     ]
     # A window holds inputs, so all that may happen to them is one rounding to the pool's dtype.
@@ -630,9 +599,7 @@ def test_conv_accuracy(implementation, kernel_size, activation):
     heads = shapes.Heads(2, 6, 32, 32, kernel_size)
     x, weight, bias, pool = shapes.conv_inputs(heads, NUM_TOKENS, MAX_SLOTS)
     for bias in (None, bias):
-        check_conv(
-            implementation, x, weight, pool, SLOTS, OFFSETS, bias=bias, activation=activation
-        )
+        check_conv(implementation, x, weight, pool, SLOTS, OFFSETS, bias=bias, activation=activation)
 
 
 @pytest.mark.parametrize("poison", POISONS)
@@ -655,7 +622,7 @@ def test_conv_malformed_offsets(implementation, malformed):
     check_conv(implementation, x, weight, pool, SLOTS, offsets, bias=bias, activation="silu")
 
 
-@pytest.mark.parametrize("start, spare", [(0, 7), (7, 0), (3, 4)])
+@pytest.mark.parametrize(("start", "spare"), [(0, 7), (7, 0), (3, 4)])
 def test_conv_tokens_outside_every_row(implementation, start, spare):
     offsets = shapes.row_offsets((5, 0, 1, 63, 17, 3), start)
     x, weight, bias, pool = shapes.conv_inputs(SMALL, NUM_TOKENS, MAX_SLOTS)
@@ -674,15 +641,13 @@ def test_conv_rows_that_start_from_zeros(implementation):
 
 def test_conv_without_writing_the_state(implementation):
     x, weight, _, pool = shapes.conv_inputs(SMALL, NUM_TOKENS, MAX_SLOTS)
-    out, new_pool = check_conv(
-        implementation, x, weight, pool, SLOTS, OFFSETS, write_state=False, activation="silu"
-    )
+    out, new_pool = check_conv(implementation, x, weight, pool, SLOTS, OFFSETS, write_state=False, activation="silu")
     assert_same_bits(new_pool, pool)
     written_out, _ = implementation.conv1d(x, weight, pool, SLOTS, OFFSETS, activation="silu")
     assert_same_bits(out, written_out, "outputs")
 
 
-@pytest.mark.parametrize("num_tokens, batch_size, max_slots", [(0, 3, 5), (4, 0, 5), (4, 2, 0)])
+@pytest.mark.parametrize(("num_tokens", "batch_size", "max_slots"), [(0, 3, 5), (4, 0, 5), (4, 2, 0)])
 def test_conv_empty_dimensions(implementation, num_tokens, batch_size, max_slots):
     x, weight, bias, pool = shapes.conv_inputs(SMALL, num_tokens, max_slots)
     slots = np.arange(batch_size, dtype=np.int32)
@@ -719,8 +684,10 @@ def test_gates_at_the_ends_of_their_range():
     expected_decay, expected_beta = oracle.gates(a, b, zeros, zeros)
     np.testing.assert_allclose(decay, expected_decay, rtol=1e-5, atol=1e-37)
     np.testing.assert_allclose(beta, expected_beta, rtol=1e-5, atol=1e-37)
-    assert decay[0, 0] == 1 and decay[0, -1] == 0
-    assert beta[0, 0] == 0 and beta[0, -1] == 1
+    assert decay[0, 0] == 1
+    assert decay[0, -1] == 0
+    assert beta[0, 0] == 0
+    assert beta[0, -1] == 1
 
 
 # --- the call that flash-linear-attention's users know
@@ -773,9 +740,7 @@ def test_delta_rule_of_packed_sequences():
         output_final_state=True,
         cu_seqlens=jnp.asarray(offsets),
     )
-    expected_o, expected_final = oracle.delta_rule(
-        *arguments, initial_state=initial, offsets=offsets
-    )
+    expected_o, expected_final = oracle.delta_rule(*arguments, initial_state=initial, offsets=offsets)
     assert_close(o, expected_o, 1e-3, "outputs")
     assert_close(final, expected_final, 1e-3, "final states")
     assert final is not None
@@ -789,9 +754,7 @@ def test_delta_rule_scale_and_norm(normalise):
         k = k / np.linalg.norm(k, axis=-1, keepdims=True) * np.float32(0.9)
     arguments = (q, k, v, g, beta)
     options = {"scale": 0.37, "use_qk_l2norm_in_kernel": normalise}
-    o, final = gdn_jax.gated_delta_rule(
-        *map(jnp.asarray, arguments), output_final_state=True, **options
-    )
+    o, final = gdn_jax.gated_delta_rule(*map(jnp.asarray, arguments), output_final_state=True, **options)
     expected_o, expected_final = oracle.delta_rule(*arguments, scale=0.37, normalise=normalise)
     assert_close(o, expected_o, 1e-3, "outputs")
     assert_close(final, expected_final, 1e-3, "final states")
