@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import ArrayLike
 
 from gdn_jax._checks import Arguments
 from gdn_jax._ragged import is_live
@@ -50,7 +51,7 @@ class HeldCache(nnx.Module):
         self.recurrent_state.set_value(cache.recurrent_state)
 
 
-def layer_slots(slot_idx: jax.Array, layer: jax.Array | int, num_layers: int, rows: int) -> jax.Array:
+def layer_slots(slot_idx: ArrayLike, layer: ArrayLike, num_layers: int, rows: int) -> jax.Array:
     """The rows of one layer in pools that several layers share.
 
     A shared pool of `max_slots * num_layers` rows holds the states of a slot side by side, layer l

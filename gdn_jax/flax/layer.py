@@ -10,6 +10,7 @@ import numpy as np
 from flax import nnx
 from flax.core import spmd
 from jax.sharding import PartitionSpec
+from jax.typing import ArrayLike
 
 from gdn_jax import (
     gated_delta_conv1d_fwd,
@@ -157,14 +158,14 @@ class GatedDeltaNet(nnx.Module):
 
     def __call__(
         self,
-        x: jax.Array,
+        x: ArrayLike,
         cache: GatedDeltaCache | HeldCache | None = None,
         *,
-        slot_idx: jax.Array | None = None,
-        input_row_offsets: jax.Array | None = None,
-        has_initial_state: jax.Array | None = None,
-        lengths: jax.Array | None = None,
-        attention_mask: jax.Array | None = None,
+        slot_idx: ArrayLike | None = None,
+        input_row_offsets: ArrayLike | None = None,
+        has_initial_state: ArrayLike | None = None,
+        lengths: ArrayLike | None = None,
+        attention_mask: ArrayLike | None = None,
     ):
         """Apply the layer.
 
@@ -201,6 +202,7 @@ class GatedDeltaNet(nnx.Module):
             "has_initial_state": has_initial_state,
         }
         padding = {"lengths": lengths, "attention_mask": attention_mask}
+        x = jnp.asarray(x)
         if cache is None:
             _refuse(ragged, "needs a cache")
             return self._batch(x, lengths, attention_mask)
@@ -216,14 +218,14 @@ class GatedDeltaNet(nnx.Module):
 
     def verify(
         self,
-        x: jax.Array,
+        x: ArrayLike,
         cache: GatedDeltaCache,
         ring: jax.Array,
         *,
-        slot_idx: jax.Array,
-        ring_slot_idx: jax.Array,
-        input_row_offsets: jax.Array,
-        has_initial_state: jax.Array | None = None,
+        slot_idx: ArrayLike,
+        ring_slot_idx: ArrayLike,
+        input_row_offsets: ArrayLike,
+        has_initial_state: ArrayLike | None = None,
     ) -> tuple[jax.Array, GatedDeltaCache, jax.Array, jax.Array]:
         """Apply the layer to windows of draft tokens, and record what a commit of any prefix needs.
 
@@ -248,8 +250,8 @@ class GatedDeltaNet(nnx.Module):
         Raises:
             ValueError, TypeError: as the call.
         """
+        x = jnp.asarray(x)
         args, rows = self._ragged_arguments(x, cache, slot_idx, input_row_offsets)
-        slot_idx, offsets = rows
         fresh = args.flags("has_initial_state", has_initial_state, args.sizes["batch_size"])
         qkv, gates, z = self._project(x)
         conv, conv_state = self._conv(qkv, cache.conv_state, *rows, fresh, write_state=False)
@@ -258,9 +260,9 @@ class GatedDeltaNet(nnx.Module):
             *gates,
             cache.recurrent_state,
             ring,
-            slot_idx,
-            ring_slot_idx,
-            offsets,
+            rows[0],
+            args.indices("ring_slot_idx", ring_slot_idx, ("batch_size",)),
+            rows[1],
             has_initial_state=fresh,
             implementation=self.implementation,
         )
@@ -297,8 +299,7 @@ class GatedDeltaNet(nnx.Module):
         """The call without a cache: the batch laid end to end, with padding as foreign rows."""
         args = Arguments("GatedDeltaNet")
         args.derive("hidden_size", self.config.hidden_size, "config")
-        args.shape("x", jnp.shape(x), ("batch_size", "seq_len", "hidden_size"))
-        x = jnp.asarray(x)
+        args.shape("x", x.shape, ("batch_size", "seq_len", "hidden_size"))
         batch_size, seq_len, hidden_size = x.shape
         first = jnp.zeros((batch_size,), jnp.int32)
         last = jnp.full((batch_size,), seq_len, jnp.int32)
@@ -336,7 +337,7 @@ class GatedDeltaNet(nnx.Module):
         args.derive("conv_kernel_size - 1", c.conv_kernel_size - 1, "config")
         for dim in ("num_value_heads", "key_head_dim", "value_head_dim"):
             args.derive(dim, getattr(c, dim), "config")
-        args.shape("x", jnp.shape(x), ("total_seq_len", "hidden_size"))
+        args.shape("x", x.shape, ("total_seq_len", "hidden_size"))
         args.shape(
             "cache.conv_state",
             cache.conv_state.shape,

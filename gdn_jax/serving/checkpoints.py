@@ -5,12 +5,13 @@ A checkpoint is arrays of its own. Later steps update the pools in place and nev
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from gdn_jax._checks import Arguments
 from gdn_jax._ragged import is_live
 
 
-def save_slots[Tree](cache: Tree, slot_idx: jax.Array, *, num_layers: int = 1) -> Tree:
+def save_slots[Tree](cache: Tree, slot_idx: ArrayLike, *, num_layers: int = 1) -> Tree:
     """Copy slots out of the pools.
 
     Args:
@@ -32,7 +33,7 @@ def save_slots[Tree](cache: Tree, slot_idx: jax.Array, *, num_layers: int = 1) -
     return jax.tree.map(save, cache)
 
 
-def restore_slots[Tree](cache: Tree, checkpoint: Tree, slot_idx: jax.Array, *, num_layers: int = 1) -> Tree:
+def restore_slots[Tree](cache: Tree, checkpoint: Tree, slot_idx: ArrayLike, *, num_layers: int = 1) -> Tree:
     """Copy a checkpoint into slots of the pools, those it came from or others.
 
     Inside `jax.jit` with the cache donated, the pools are updated in place. The request must be called with
@@ -63,7 +64,7 @@ def restore_slots[Tree](cache: Tree, checkpoint: Tree, slot_idx: jax.Array, *, n
     return jax.tree.map(restore, cache, checkpoint)
 
 
-def fork_slots[Tree](cache: Tree, source_idx: jax.Array, target_idx: jax.Array, *, num_layers: int = 1) -> Tree:
+def fork_slots[Tree](cache: Tree, source_idx: ArrayLike, target_idx: ArrayLike, *, num_layers: int = 1) -> Tree:
     """Copy slots onto others of the same pools, for requests that go on from a common beginning.
 
     Inside `jax.jit` with the cache donated, the pools are updated in place.

@@ -22,6 +22,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from gdn_jax import gated_delta_conv1d_fwd, gated_delta_state_fold
 from gdn_jax._checks import Arguments
@@ -65,7 +66,7 @@ class Window:
     has_initial_state: Any = None
     ring_slot_idx: Any = None
 
-    def ring_slots(self) -> jax.Array:
+    def ring_slots(self) -> ArrayLike:
         """`ring_slot_idx`, or what stands for it where it is None."""
         if self.ring_slot_idx is None:
             return jnp.arange(jnp.shape(self.slot_idx)[0], dtype=jnp.int32)
@@ -101,7 +102,7 @@ def init_pools(
 
 
 def verify(
-    layer: GatedDeltaNet, x: jax.Array, pools: SpeculativePools, window: Window, layer_idx: jax.Array | int
+    layer: GatedDeltaNet, x: ArrayLike, pools: SpeculativePools, window: Window, layer_idx: ArrayLike
 ) -> tuple[jax.Array, SpeculativePools, jax.Array]:
     """Apply one layer to the window; commits nothing but the recurrent states of rows longer than the ring.
 
@@ -135,7 +136,7 @@ def commit(
     pools: SpeculativePools,
     window: Window,
     conv_inputs: jax.Array | Sequence[jax.Array],
-    num_accepted: jax.Array,
+    num_accepted: ArrayLike,
 ) -> SpeculativePools:
     """Bring the states of all layers to the end of each row's accepted prefix.
 
