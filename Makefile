@@ -29,7 +29,7 @@ $(VENV)/.python: pyproject.toml
 	@touch $@
 
 $(VENV)/.installed-%: $(VENV)/.python
-	$(RUN) -m pip install --quiet --editable '.$(subst [$(comma),[,[$(patsubst demo,,$*)$(CUDA)])' $(if $(JAX),jax==$(JAX) jaxlib==$(JAX))
+	$(RUN) -m pip install --quiet --editable '.$(subst [],,$(subst [$(comma),[,[$(patsubst demo,,$*)$(CUDA)]))' $(if $(JAX),jax==$(JAX) jaxlib==$(JAX))
 	@touch $@
 
 clean:

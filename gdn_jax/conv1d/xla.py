@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 
 from gdn_jax._ragged import is_live, read_rows, row_bounds, token_rows, write_rows
+from gdn_jax._rounding import rounded
 from gdn_jax.conv1d.scan import activate
 
 
@@ -25,7 +26,8 @@ def conv1d(qkv, weight, bias, conv_state, slot_idx, input_row_offsets, has_initi
         back = history - tap
         from_row = jnp.pad(qkv, ((back, 0), (0, 0)))[:total_seq_len].astype(jnp.float32)
         from_window = window[row, :, jnp.clip(position + tap, 0, history - 1)]
-        y = y + weight[:, tap] * jnp.where((position >= back)[:, None], from_row, from_window)
+        x = jnp.where((position >= back)[:, None], from_row, from_window)
+        y = y + rounded(weight[:, tap] * x, x)
     out = jnp.where((row >= 0)[:, None], activate(y, activation), 0.0).astype(qkv.dtype)
     if not write_state:
         return out, conv_state

@@ -4,6 +4,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from gdn_jax._ragged import is_live, read_rows, row_bounds, write_rows
+from gdn_jax._rounding import rounded, sum_by_halves
 
 EPS = 1e-6
 
@@ -28,15 +29,6 @@ def split_heads(qkv, num_value_heads, key_head_dim, value_head_dim):
     )
 
 
-def rounded(product, other):
-    """`product`, kept a value of its own where it meets `other` in a sum; selects NaN where `other` is NaN.
-
-    A compiler may contract a product into the sum it feeds, one product or the other, and what stands around them
-    decides. A selection between leaves it no choice, so that the forward, the verify and the fold round alike.
-    """
-    return jnp.where(other == other, product, other)
-
-
 def update(S, key, factor, decay):
     """`fma(key, factor^T, S * decay)`, S `[.., KD, VD]`: the step that the forward and the fold of its records share."""
     return key[..., :, None] * factor[..., None, :] + rounded(S * decay[..., None, None], S)
@@ -49,15 +41,24 @@ def token_step(S, q, k, v, decay, beta):
     multiplied by. The norms are scalars factored out of the sums over KD.
     """
     group_size = v.shape[-2] // k.shape[-2]
-    k_norm = jnp.repeat(lax.rsqrt(jnp.sum(k * k, -1) + EPS), group_size, axis=-1)[..., None]
-    q_norm = jnp.repeat(lax.rsqrt(jnp.sum(q * q, -1) + EPS), group_size, axis=-1)[..., None] * q.shape[-1] ** -0.5
+    k_norm = jnp.repeat(_inverse_norm(k), group_size, axis=-1)[..., None]
+    q_norm = jnp.repeat(_inverse_norm(q), group_size, axis=-1)[..., None] * q.shape[-1] ** -0.5
     k, q = jnp.repeat(k, group_size, axis=-2), jnp.repeat(q, group_size, axis=-2)
 
-    kv = decay[..., None] * k_norm * jnp.sum(S * k[..., None], axis=-2)
-    factor = beta[..., None] * (v - rounded(kv, v)) * k_norm
+    kv = decay[..., None] * k_norm * _times_state(S, k)
+    # The barrier has the factor computed once, and not anew for every row of the state that it enters.
+    factor = lax.optimization_barrier(beta[..., None] * (v - rounded(kv, v)) * k_norm)
     S = update(S, k, factor, decay)
-    out = q_norm * jnp.sum(S * q[..., None], axis=-2)
-    return S, out, factor
+    return S, q_norm * _times_state(S, q), factor
+
+
+def _inverse_norm(x):
+    return lax.rsqrt(sum_by_halves(rounded(x * x, x), -1) + EPS)
+
+
+def _times_state(S, x):
+    """`S^T x`."""
+    return sum_by_halves(rounded(S * x[..., None], S), -2)
 
 
 def recurrence(
