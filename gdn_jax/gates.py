@@ -34,7 +34,7 @@ def gated_delta_gates(
         raise NotImplementedError(
             f"gated_delta_gates has no implementation={implementation!r}: it is elementwise, and XLA fuses it"
         )
-    lead = [f"dimension {i}" for i in range(max(jnp.ndim(a) - 1, 0))]
+    lead = [f"dimension {i}" for i in range(max(getattr(a, "ndim", 0) - 1, 0))]
     a = args.array("a", a, (*lead, "num_value_heads"), FLOATS).astype(jnp.float32)
     b = args.array("b", b, (*lead, "num_value_heads"), FLOATS).astype(jnp.float32)
     A_log = args.array("A_log", A_log, ("num_value_heads",), FLOATS).astype(jnp.float32)
