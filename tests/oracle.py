@@ -44,7 +44,9 @@ def head_counts(conv_dim: int, pool_shape) -> tuple[int, int, int, int]:
     """``(nk, nv, KD, VD)`` of fused rows of ``conv_dim`` channels over a state pool."""
     _, nv, key_dim, value_dim = pool_shape
     nk, rest = divmod(conv_dim - nv * value_dim, 2 * key_dim)
-    assert rest == 0 and nk > 0 and nv % nk == 0, (conv_dim, pool_shape)
+    assert rest == 0, (conv_dim, pool_shape)
+    assert nk > 0, (conv_dim, pool_shape)
+    assert nv % nk == 0, (conv_dim, pool_shape)
     return nk, nv, key_dim, value_dim
 
 

@@ -727,49 +727,87 @@ def test_jax_1(variant):
             implementation=implementation.name,
         )
 
-    def by_lane(mapped, *arguments):
-        def one_lane(lane):
-            return recurrence(
-                *(
-                    argument[lane] if name in mapped else argument
-                    for name, argument in zip(full, arguments, strict=True)
-                )
-            )
+    def compare(values, references, what):
+        for value, reference in zip(values, references, strict=True):
+            if algorithm == "recurrent":
+                assert_same_bits(value, reference, what)
+            else:
+                assert_close(value, reference, OUTPUT_BUDGET[algorithm, "float32"], what)
 
-        return jax.lax.map(one_lane, jnp.arange(lanes))
-
+    # Called without jit: whatever is mapped, the lanes fold into one and the same larger batch, compiled once.
     for mapped in ({"decay"}, {"qkv"}, {"pool"}, {"slots", "offsets"}, set(full)):
-        arguments = [value if name in mapped else value[0] for name, value in full.items()]
+        arguments = [jnp.asarray(value if name in mapped else value[0]) for name, value in full.items()]
         axes = [0 if name in mapped else None for name in full]
-        out, new_pool = jax.jit(jax.vmap(recurrence, in_axes=axes))(*arguments)
-        expected_out, expected_pool = jax.jit(by_lane, static_argnums=0)(tuple(mapped), *arguments)
-        if algorithm == "recurrent":
-            assert_same_bits(out, expected_out, f"outputs, mapped over {sorted(mapped)}")
-            assert_same_bits(new_pool, expected_pool, f"states, mapped over {sorted(mapped)}")
-        else:
-            assert_close(out, expected_out, 1e-3, f"outputs, mapped over {sorted(mapped)}")
-            assert_close(new_pool, expected_pool, 1e-3, f"states, mapped over {sorted(mapped)}")
+        out, new_pool = jax.vmap(recurrence, in_axes=axes)(*arguments)
         for lane in range(lanes):
-            values = {name: v if name in mapped else full[name][0] for name, v in full.items()}
-            values = {name: v[lane] if name in mapped else v for name, v in values.items()}
-            oracle_out, oracle_pool = oracle.recurrence(*values.values())
+            what = f"lane {lane}, mapped over {sorted(mapped)}"
+            own = [x if axis is None else x[lane] for x, axis in zip(arguments, axes, strict=True)]
+            compare((out[lane], new_pool[lane]), recurrence(*own), what)
+            oracle_out, oracle_pool = oracle.recurrence(*own)
             budget = OUTPUT_BUDGET[algorithm, "float32"]
-            assert_close(out[lane], oracle_out, budget, f"lane {lane}")
-            assert_close(new_pool[lane], oracle_pool, budget, f"lane {lane}")
+            assert_close(out[lane], oracle_out, budget, what)
+            assert_close(new_pool[lane], oracle_pool, budget, what)
+
+    # The last of them, mapped over everything, as one program each.
+    compare(jax.jit(jax.vmap(recurrence))(*arguments), (out, new_pool), "under jit")
+    by_lane = jax.jit(lambda *xs: jax.lax.map(lambda x: recurrence(*x), xs))
+    compare(by_lane(*arguments), (out, new_pool), "lax.map")
 
     # Nested: over pools outside, over decays inside.
     inner = jax.vmap(recurrence, in_axes=(None, 0, None, None, None, None, None))
-    outer = jax.jit(jax.vmap(inner, in_axes=(None, None, None, 0, None, None, None)))
-    rest = (slots[0], offsets[0], full["flags"][0])
-    out, new_pool = outer(qkv[0], decay, beta[0], pools, *rest)
+    outer = jax.vmap(inner, in_axes=(None, None, None, 0, None, None, None))
+    one = {name: jnp.asarray(value[0]) for name, value in full.items()}
+    out, new_pool = outer(*(one | {"decay": jnp.asarray(decay), "pool": jnp.asarray(pools)}).values())
     for i, j in np.ndindex(lanes, lanes):
-        single = jax.jit(recurrence)(qkv[0], decay[j], beta[0], pools[i], *rest)
-        if algorithm == "recurrent":
-            assert_same_bits(out[i, j], single[0], "nested outputs")
-            assert_same_bits(new_pool[i, j], single[1], "nested states")
-        else:
-            assert_close(out[i, j], single[0], 1e-3, "nested outputs")
-            assert_close(new_pool[i, j], single[1], 1e-3, "nested states")
+        single = recurrence(*(one | {"decay": jnp.asarray(decay[j]), "pool": jnp.asarray(pools[i])}).values())
+        compare((out[i, j], new_pool[i, j]), single, "nested")
+
+
+def test_jax_1_other_operations(implementation):
+    """Verify, fold and conv under ``vmap``: slots shift by lane, padding stays padding."""
+    lanes, ring_len = 3, 4
+    heads = shapes.HEADS["ungrouped"]
+    name = implementation.name
+    offsets = np.array([[0, 4, 4, 10], [2, 3, 9, 5], [0, 3, 10, 12]], np.int32)
+    slots = np.array([[2, -1, 0], [1, 3, 4], [0, 1, 2]], np.int32)
+    rings = np.array([[0, 1, -1], [2, 1, 0], [3, 0, 2]], np.int32)
+    batches = [shapes.trained_tokens(heads, 10, seed=28 + lane) for lane in range(lanes)]
+    tokens = [jnp.asarray(np.stack(arrays)) for arrays in zip(*batches, strict=True)]
+    pools = jnp.asarray(np.stack([shapes.state_pool(heads, 4, seed=lane) for lane in range(lanes)]))
+    ring = jnp.full((lanes, *heads.ring_shape(3, ring_len)), 7.0)
+
+    def verify(*arguments):
+        return gdn_jax.gated_delta_recurrence_verify_ring(*arguments, implementation=name)
+
+    def fold(*arguments):
+        return gdn_jax.gated_delta_state_fold(*arguments, implementation=name)
+
+    def conv(x, weight, pool, slots, offsets):
+        return gdn_jax.gated_delta_conv1d_fwd(x, weight, pool, slots, offsets, implementation=name)
+
+    def check(function, arguments, axes):
+        results = jax.tree.leaves(jax.vmap(function, in_axes=axes)(*arguments))
+        for lane in range(lanes):
+            own = [x if axis is None else x[lane] for x, axis in zip(arguments, axes, strict=True)]
+            for result, expected in zip(results, jax.tree.leaves(function(*own)), strict=True):
+                assert_same_bits(result[lane], expected, f"{function.__name__}, lane {lane}, {axes}")
+        return results
+
+    slots, rings, offsets = map(jnp.asarray, (slots, rings, offsets))
+    _, ring, _ = check(verify, (*tokens, pools, ring, slots, rings, offsets), (0,) * 8)
+    check(verify, (*tokens, pools[0], ring[0], slots, rings[0], offsets[0]), (0, 0, 0, None, None, 0, None, None))
+    accepted = jnp.array([[4, 0, 2], [1, 2, 3], [3, 4, 5]], jnp.int32)
+    # Two layers, the second of which names what the first leaves alone.
+    rows = jnp.stack([slots.at[:, 2].set(-1), jnp.full_like(slots, -1).at[:, 1].set(slots[:, 2])], 1)
+    ring_rows = jnp.stack([rings, rings[:, ::-1]], 1)
+    check(fold, (pools, ring, rows, ring_rows, accepted), (0, 0, 0, 0, 0))
+    check(fold, (pools, ring[0], rows[0], ring_rows[0], accepted), (0, None, None, None, 0))
+    x = jnp.asarray(np.stack([shapes.conv_inputs(heads, 10, 4, seed=lane)[0] for lane in range(lanes)]))
+    weights = jnp.asarray(np.stack([shapes.conv_inputs(heads, 10, 4, seed=lane)[1] for lane in range(lanes)]))
+    windows = jnp.asarray(np.stack([shapes.conv_inputs(heads, 10, 4, seed=lane)[3] for lane in range(lanes)]))
+    check(conv, (x, weights[0], windows, slots, offsets), (0, None, 0, 0, 0))
+    check(conv, (x, weights[0], windows[0], slots[0], offsets[0]), (0, None, None, None, None))
+    check(conv, (x, weights, windows, slots, offsets), (0, 0, 0, 0, 0))
 
 
 @pytest.mark.gpu

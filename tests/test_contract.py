@@ -597,8 +597,8 @@ def check_conv(implementation, x, weight, pool, slot_idx, offsets, *, budget=2e-
 @pytest.mark.parametrize("activation", [None, "silu"])
 def test_conv_accuracy(implementation, kernel_size, activation):
     heads = shapes.Heads(2, 6, 32, 32, kernel_size)
-    x, weight, bias, pool = shapes.conv_inputs(heads, NUM_TOKENS, MAX_SLOTS)
-    for bias in (None, bias):
+    x, weight, some_bias, pool = shapes.conv_inputs(heads, NUM_TOKENS, MAX_SLOTS)
+    for bias in (None, some_bias):
         check_conv(implementation, x, weight, pool, SLOTS, OFFSETS, bias=bias, activation=activation)
 
 

@@ -207,13 +207,13 @@ def test_ring_heads_that_do_not_divide(num_key_heads):
 def test_a_convolution_of_fewer_than_two_taps(kernel_size):
     weight = np.ones((HEADS.conv_dim, kernel_size), np.float32)
     state = np.ones((MAX_SLOTS, HEADS.conv_dim, max(kernel_size - 1, 0)), np.float32)
-    with pytest.raises(ValueError, match="conv_weight has shape .* at least 2"):
+    with pytest.raises(ValueError, match=r"conv_weight has shape .* at least 2"):
         call("gated_delta_conv1d_fwd", {"conv_weight": weight, "conv_state": state})
 
 
 def test_value_heads_that_are_no_multiple_of_the_key_heads():
     changes = {name: np.ones((1, NUM_TOKENS, 3, KD), np.float32) for name in ("q", "k")}
-    with pytest.raises(ValueError, match="v has shape .* multiple of q's 3"):
+    with pytest.raises(ValueError, match=r"v has shape .* multiple of q's 3"):
         call("gated_delta_rule", changes)
 
 
@@ -267,7 +267,7 @@ def test_ring_record_elements_of_no_shape(sizes, error, name):
 
 def test_scan_has_no_chunked_form():
     for operation in ("gated_delta_recurrence_fwd", "gated_delta_rule"):
-        with pytest.raises(NotImplementedError, match="scan: .*chunked"):
+        with pytest.raises(NotImplementedError, match=r"scan: .*chunked"):
             call(operation, {}, implementation="scan", algorithm="chunked")
 
 
