@@ -1,22 +1,28 @@
 """Chunked recurrence on Hopper tensor cores (Pallas Mosaic GPU), ragged, on the slot pool in place.
 
-Rows are cut into chunks of 64 tokens. With gamma_i the product of the decays of a chunk up to token i, k and q the
-normalised rows, and S the state before the chunk,
+Rows are cut into chunks of 64 tokens. With S the state before the chunk, gamma_i the product of the decays of the chunk
+up to token i, q (scaled) and k the normalised rows, and the gate-free inverse
 
-    T  = (I + strict_lower(beta_i k_i.k_j))^-1,  gated: T_ij gamma_i/gamma_j beta_j
-    V' = T (V - gamma K S)
-    O  = gamma Q S + (lower(Q K^T) gamma_i/gamma_j) V'
-    S <- gamma_end S + K^T (gamma_end/gamma V')
+    X  = (I + strict_lower(beta_i k_i.k_j))^-1
 
-which is the WY form of the token-by-token rule (Yang et al., "Gated Delta Networks", 2024). Ratios of gamma are
-exponentials of differences of cumulative log decays. The inverse is taken without the gates, which are a similarity
-transform: its entries are then bounded by 1, so float16 holds them.
+the token-by-token rule is, over a whole chunk (the WY form; Yang et al., "Gated Delta Networks", 2024),
 
-Two kernels. `_prepare` works on all chunks at once and writes T and three vectors a chunk and head. `_pass` walks each
-(row, value head, columns) serially: warpgroups with 64 value columns each carry S^T as float32 accumulators, and one
-more streams the inputs and computes the masked Q K^T one step ahead. docs/kernels_chunked.md has the whole story.
+    D  = V - gamma K S                                                      what the state does not know yet
+    O  = gamma Q S + W D      W_ij = gamma_i/gamma_j beta_j (lower(Q K^T) X)_ij
+    S <- gamma_end S + R^T D  R_j  = gamma_end/gamma_j beta_j (X^T K)_j
+
+W and R do not depend on the state. Row R_j is what token j adds to the state at the end of the chunk, after the later
+tokens have corrected it, and W_ij how token i reads it: both are bounded by 1 for any keys and gates, and rounding them
+costs one rounding. (Rounding T D, with T the gated X, costs more: on repeated keys its rows are differences of
+neighbouring values, whose errors add up in the state.) Ratios of gamma are exponentials of differences of cumulative
+log decays, all of them at most 1.
+
+Two kernels. `_prepare` works on all chunks at once and writes W, R and three vectors a chunk and value head. `_pass`
+walks each (row, value head, columns) serially: warpgroups with 64 value columns each carry S^T as float32 accumulators,
+and one more streams the inputs. docs/kernels_chunked.md has the whole story.
 """
 
+import dataclasses
 import math
 from functools import partial
 
@@ -35,19 +41,22 @@ C = 64  # tokens of a chunk, and columns of a value tile: the M of a warpgroup p
 LINE = 64  # 16-bit elements of a 128-byte swizzle line
 SUB = 16  # columns of the compact block-diagonal form in `_prepare`
 LOG2_MIN = -150.0  # a decay of 0; 2**-150 rounds to 0 in float32
-STAGES = 3
 f32, f16, i32 = jnp.float32, jnp.float16, jnp.int32
 WGMMA = plgpu.Layout.WGMMA
 ROW = plgpu.Layout.WGMMA.reduce(1)
 COL = plgpu.Layout.WGMMA.reduce(0)
-# The vectors `_prepare` hands to `_pass`, one of each per (chunk, value head); rk is the reciprocal key norm.
-U_SCALE, S_SCALE, P_COL, LOG_GAMMA, NUM_VECTORS = range(5)  # gamma rk | rk gamma_end/gamma | log2 gamma/rk | log2 gamma
+# The vectors `_prepare` hands to `_pass`, one of each per (chunk, value head), rk and rq the reciprocal norms:
+# gamma rk | gamma rq / sqrt(key_dim) | log2 gamma
+K_SCALE, Q_SCALE, LOG_GAMMA, NUM_VECTORS = range(4)
 
 
 def _dims(qkv, recurrent_state):
     _, nv, key_dim, value_dim = recurrent_state.shape
     nk = (qkv.shape[1] - nv * value_dim) // (2 * key_dim)
     return nk, nv, key_dim, value_dim
+
+# Average tokens of a row from which algorithm="auto" takes the chunked form.
+CHUNKED_FROM = 32
 
 
 def unsupported(
@@ -64,8 +73,10 @@ def unsupported(
 ):
     """Why this backend cannot serve the call, in one sentence; None when it can."""
     _, _, key_dim, value_dim = _dims(qkv, recurrent_state)
-    if algorithm != "chunked":
-        return "the chunked Mosaic GPU kernel serves algorithm='chunked' only"
+    if algorithm == "recurrent":
+        return "the chunked Mosaic GPU kernel serves algorithm='chunked' and 'auto' only"
+    if algorithm == "auto" and qkv.shape[0] < CHUNKED_FROM * slot_idx.shape[0]:
+        return "rows this short on average are faster token by token"
     if precision == "highest":
         return "the chunked Mosaic GPU kernel works in 16-bit products; precision='highest' needs the recurrent algorithm"
     if qkv.dtype not in (jnp.bfloat16, jnp.float16):
@@ -87,7 +98,11 @@ class _Value:
             a[...].astype(f32), b[...].astype(f32), preferred_element_type=f32
         )
 
+    def set(self, value):
+        self.value = value
+
     def read(self, pending=0):
+        del pending
         return self.value
 
 
@@ -99,6 +114,9 @@ class _Registers:
 
     def mma(self, a, b):
         plgpu.wgmma(self.ref, a, b)
+
+    def set(self, value):
+        self.ref[...] = value
 
     def read(self, pending=0):
         # Without the barrier a use of the value may be scheduled ahead of the wait.
@@ -116,20 +134,6 @@ def _accumulate(interpret, shapes, body):
     )
 
 
-def _accumulate_into(interpret, values, body):
-    """The values of accumulators that start from `values` after `body(*accumulators)`."""
-    if interpret is not None:
-        accs = [_Value(v) for v in values]
-        body(*accs)
-        return [a.value for a in accs]
-
-    def run(refs):
-        body(*map(_Registers, refs))
-
-    out = pl.run_state(run)([plgpu.ACC.init(v) for v in values])
-    return lax.optimization_barrier(list(out))
-
-
 def _swizzled(shape, dtype):
     """Shared memory tiled and swizzled as an operand of a warpgroup product."""
     item = jnp.dtype(dtype).itemsize
@@ -144,25 +148,24 @@ def _swizzled(shape, dtype):
     )
 
 
-def _copy_target(interpret, shape, dtype):
+def _copy_target(interpret, shape, dtype, *more):
     """Shared memory for [.., C, LINE] tiles that bulk copies fill or drain at any token.
 
     A bulk copy into a tiled buffer has to start at a multiple of the tile's 8 rows. With rows of one swizzle line, the
     tiled and the untiled buffer hold the same bytes, so copies use an untiled alias of what the products read. In
-    interpret mode members of a union do not share memory, and there is nothing to alias.
+    interpret mode members of a union do not share memory; there, one buffer is everything. `more`: further aliases.
     """
     if interpret is not None:
         return _swizzled(shape, dtype)
     rows = plgpu.SMEM(shape, dtype, transforms=(plgpu.SwizzleTransform(128),))
-    return plgpu.RefUnion([rows], [_swizzled(shape, dtype)])
+    return plgpu.RefUnion([rows], [_swizzled(shape, dtype)], *[[x] for x in more])
 
 
-def _aliases(interpret, ref):
-    """(what copies use, what products use) of a `_copy_target`."""
+def _aliases(interpret, ref, count=2):
+    """(what copies use, what products use, further aliases) of a `_copy_target`."""
     if interpret is not None:
-        return ref, ref
-    (rows,), (tiles,) = ref
-    return rows, tiles
+        return (ref,) * count
+    return tuple(alias for (alias,) in ref)
 
 
 def _load_transposed(interpret, ref):
@@ -263,33 +266,42 @@ def _find_row(offsets, item, batch, total):
 
 
 def _prepare(qkv, decay, beta, slot_idx, offsets, *, nk, key_dim, max_slots, interpret):
-    """T [items, nv, C, C] float16 and vectors [items, nv, NUM_VECTORS, C] float32, one CTA per (chunk, key head)."""
+    """W [items, nv, C, C], R [items, nv, key_dim / LINE, C, LINE] and float32 vectors [items, nv, NUM_VECTORS, C].
+
+    One warpgroup per (chunk, key head). W and R have the dtype of the tokens. The warpgroups of a CTA share nothing:
+    three in one are three that fit on a multiprocessor, as the registers of each are then limited to a third.
+    """
     total, nv = decay.shape
     batch = slot_idx.shape[0]
     items = total // C + batch
     group = nv // nk
     halves = key_dim // LINE
+    dtype = qkv.dtype
     tile = (C, SUB)
+    scale = key_dim**-0.5
+    units = 3 if items * nk > 2 * 132 and key_dim <= 128 and group <= 8 else 1
 
     def body(
-        qkv_g, decay_g, beta_g, slot_g, off_g, t_g, vec_g,
-        k_u, pair_s, quad_s, t_s, vec_s, norm_s, gate_s, late_s, bar,
-    ):  # fmt: skip
-        k_rows, k_tiles = _aliases(interpret, k_u)
-        item, key_head = lax.axis_index("item"), lax.axis_index("head")
+        qkv_g, decay_g, beta_g, slot_g, off_g, w_g, r_g, vec_g, k_u, q_u, *scratch
+    ):
+        unit = lax.axis_index("unit")
+        k_rows, k_tiles, q_rows, q_tiles, key_s, x_s, pair_s, quad_s, vec_s, gate_s, late_s, k_bar, q_bar = [
+            ref.at[unit] for ref in (*_aliases(interpret, k_u), *_aliases(interpret, q_u), *scratch)
+        ]
+        w_s, r_s = q_tiles.at[0], k_tiles  # the raw rows are in registers before these are written
+        item, key_head = lax.axis_index("item") * units + unit, lax.axis_index("head")
         b = _find_row(off_g, item, batch, total)
         start, length = _row_of(off_g, b, total)
         first = (item - _item_of(start, b)) * C
         t0 = start + first
         valid = jnp.minimum(length - first, C)
 
-        @pl.when((first >= 0) & (valid > 0) & is_row_of(slot_g[b], max_slots))
+        @pl.when((item < items) & (first >= 0) & (valid > 0) & is_row_of(slot_g[b], max_slots))
         def _():
             for i in range(halves):
-                channel = (nk + key_head) * key_dim + i * LINE
-                plgpu.copy_gmem_to_smem(
-                    qkv_g.at[pl.ds(t0, C), pl.ds(channel, LINE)], k_rows.at[i], bar
-                )
+                for head, target, bar in ((nk + key_head, k_rows, k_bar), (key_head, q_rows, q_bar)):
+                    source = qkv_g.at[pl.ds(t0, C), pl.ds(head * key_dim + i * LINE, LINE)]
+                    plgpu.copy_gmem_to_smem(source, target.at[i], bar)
             token = _iota((C,), 0, ROW)
 
             def read_gates(j, _):
@@ -320,22 +332,34 @@ def _prepare(qkv, decay, beta, slot_idx, offsets, *, nk, key_dim, max_slots, int
 
             lax.fori_loop(0, group, read_gates, None)
 
+            def normalised(tiles):
+                """float16 rows of norm 1 and the reciprocal norms; zeros past the row's end, whatever lies there."""
+                inside = _iota((C, LINE), 0) < valid
+                raw = [
+                    jnp.where(inside, plgpu.load(tiles.at[i], layout=WGMMA).astype(f32), 0.0)
+                    for i in range(halves)
+                ]
+                r = lax.rsqrt(sum(_row_sum(x * x) for x in raw) + EPS)
+                return [(x * _rows(r, LINE)).astype(f16) for x in raw], r
+
             row, col = _iota((C, C), 0), _iota((C, C), 1)
-            plgpu.barrier_wait(bar)
-
-            def gram(acc):
-                for i in range(halves):
-                    acc.mma(k_tiles.at[i], k_tiles.at[i].transpose((1, 0)))
-                return acc.read()
-
-            kk = _accumulate(interpret, [(C, C)], gram)
-            k2 = _row_sum(jnp.where(row == col, kk, 0.0)) + EPS
-            rk = jnp.where(token < valid, lax.rsqrt(k2), 0.0)
-            log_rk = jnp.where(token < valid, jnp.log2(k2) * -0.5, 0.0)
-            store(norm_s, rk)
+            plgpu.barrier_wait(k_bar)
+            key, rk = normalised(k_tiles)
+            for i in range(halves):
+                key_s.at[i][...] = key[i]
+            plgpu.barrier_wait(q_bar)
+            query, rq = normalised(q_tiles)
             plgpu.commit_smem()
-            rk_col = _vector(norm_s, COL)
-            kk = jnp.where((row > col) & (row < valid), kk * _rows(rk, C) * _cols(rk_col, C), 0.0)
+
+            def gram(kk_acc, qk_acc):
+                for acc, left in ((kk_acc, key), (qk_acc, query)):
+                    for i in range(halves):
+                        acc.mma(left[i], key_s.at[i].transpose((1, 0)))
+                return kk_acc.read(), qk_acc.read()
+
+            kk, qk = _accumulate(interpret, [(C, C), (C, C)], gram)
+            kk = jnp.where(row > col, kk, 0.0)
+            scores = jnp.where(row >= col, qk, 0.0).astype(f16)
 
             # Compact forms, [C, SUB]: what each 16-row block needs of the columns of one 16-column block.
             r, c = _iota(tile, 0), _iota(tile, 1)
@@ -363,13 +387,13 @@ def _prepare(qkv, decay, beta, slot_idx, offsets, *, nk, key_dim, max_slots, int
             def publish(ref, x):
                 ref[...] = x.astype(f16)
 
-            def product(*pairs):
+            def product(*pairs, shape=tile):
                 def run(acc):
                     for a, b in pairs:
                         acc.mma(a, b)
                     return acc.read()
 
-                return _accumulate(interpret, [tile], run)
+                return _accumulate(interpret, [shape], run)
 
             def per_head(j, _):
                 head = key_head * group + j
@@ -382,8 +406,6 @@ def _prepare(qkv, decay, beta, slot_idx, offsets, *, nk, key_dim, max_slots, int
                     g = jnp.where(c + SUB * n <= r, g, 0.0)
                     total_g = g if total_g is None else total_g + g
                 gamma = _row_sum(total_g)
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the previous head's copies
-                store(vec_s.at[LOG_GAMMA], gamma)
 
                 # 8 x 8 diagonal blocks: (I + N)(I + N^2)(I + N^4), exact because N^8 = 0
                 a = k_diag * beta_tile
@@ -427,9 +449,8 @@ def _prepare(qkv, decay, beta, slot_idx, offsets, *, nk, key_dim, max_slots, int
                     (only(x16, block == 1), pair_s.at[0, pl.ds(SUB, SUB)]),
                     (only(x16, block == 3), pair_s.at[0, pl.ds(3 * SUB, SUB)]),
                 )
-                left, right = jnp.where(odd, z * -1.0, x), only(x, odd)
-
-                left16, right16 = left.astype(f16), right.astype(f16)
+                left16 = jnp.where(odd, z * -1.0, x).astype(f16)
+                right16 = only(x16, odd)
                 quad_s.at[0][...] = left16
                 quad_s.at[1][...] = right16
                 plgpu.commit_smem()
@@ -444,7 +465,6 @@ def _prepare(qkv, decay, beta, slot_idx, offsets, *, nk, key_dim, max_slots, int
                 y_l, y_r = _accumulate(interpret, [tile, tile], below)
                 publish(pair_s.at[0], y_l)
                 publish(pair_s.at[1], y_r)
-                # this barrier also makes gamma visible, which is read as columns from here on
                 plgpu.commit_smem()
                 a0, a1 = only(left16, lower), only(right16, lower)
 
@@ -455,48 +475,60 @@ def _prepare(qkv, decay, beta, slot_idx, offsets, *, nk, key_dim, max_slots, int
                     return acc_l.read(), acc_r.read()
 
                 z_l, z_r = _accumulate(interpret, [tile, tile], corner)
-                inverse = [
-                    jnp.where(lower, z_l * -1.0, left), jnp.where(lower, z_r * -1.0, right),
-                    only(left, lower), only(right, lower),
-                ]  # fmt: skip
-                gated = []
-                for n, x in enumerate(inverse):
-                    at = pl.ds(SUB * n, SUB)
-                    ratio = _rows(gamma, SUB) - _cols(_vector(vec_s.at[LOG_GAMMA, at], COL), C)
-                    # above the diagonal the inverse is 0, and the ratio must not overflow there
-                    x = x * jnp.exp2(jnp.minimum(ratio, 0.0))
-                    gated.append((x * _cols(_vector(gate_s.at[j, 1, at], COL), C)).astype(f16))
-                t_s[...] = jnp.concatenate(gated, axis=1)
-                gamma_end = vec_s[LOG_GAMMA, C - 1]
-                store(vec_s.at[U_SCALE], rk * jnp.exp2(gamma))
-                store(vec_s.at[S_SCALE], rk * jnp.exp2(gamma_end - gamma))
-                store(vec_s.at[P_COL], gamma - log_rk)
+                x_s[...] = jnp.concatenate(
+                    [
+                        jnp.where(lower, (z_l * -1.0).astype(f16), left16),
+                        jnp.where(lower, (z_r * -1.0).astype(f16), right16),
+                        a0, a1,
+                    ],
+                    axis=1,
+                )  # fmt: skip
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the previous head's copies
+                store(vec_s.at[LOG_GAMMA], gamma)
+                store(vec_s.at[K_SCALE], rk * jnp.exp2(gamma))
+                store(vec_s.at[Q_SCALE], rq * scale * jnp.exp2(gamma))
                 plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(t_s, t_g.at[item, head])
+
+                w = product((scores, x_s), shape=(C, C))
+                ratio = _rows(gamma, C) - _cols(_vector(vec_s.at[LOG_GAMMA], COL), C)
+                # above the diagonal W is 0, and the ratio must not overflow there
+                w = w * jnp.exp2(jnp.minimum(ratio, 0.0))
+                w_s[...] = (w * _cols(_vector(gate_s.at[j, 1], COL) * scale, C)).astype(dtype)
+                r_scale = beta_row * jnp.exp2(vec_s[LOG_GAMMA, C - 1] - gamma)
+                for i in range(halves):
+                    out = product((x_s.transpose((1, 0)), key_s.at[i]), shape=(C, LINE))
+                    r_s.at[i][...] = (out * _rows(r_scale, LINE)).astype(dtype)
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(w_s, w_g.at[item, head])
+                plgpu.copy_smem_to_gmem(r_s, r_g.at[item, head])
                 plgpu.copy_smem_to_gmem(vec_s, vec_g.at[item, head])
 
-            plgpu.commit_smem()
             lax.fori_loop(0, group, per_head, None)
             plgpu.wait_smem_to_gmem(0)
 
     kernel = plgpu.kernel(
         body,
         out_type=[
-            jax.ShapeDtypeStruct((items, nv, C, C), f16),
+            jax.ShapeDtypeStruct((items, nv, C, C), dtype),
+            jax.ShapeDtypeStruct((items, nv, halves, C, LINE), dtype),
             jax.ShapeDtypeStruct((items, nv, NUM_VECTORS, C), f32),
         ],
-        grid=(nk, items),
+        grid=(nk, pl.cdiv(items, units)),
         grid_names=("head", "item"),
+        num_threads=units,
+        thread_name="unit",
         scratch_types=[
-            _copy_target(interpret, (halves, C, LINE), qkv.dtype),
-            _swizzled((2, C, SUB), f16),
-            _swizzled((2, C, SUB), f16),
-            _swizzled((C, C), f16),
-            plgpu.SMEM((NUM_VECTORS, C), f32),
-            plgpu.SMEM((C,), f32),
-            plgpu.SMEM((group, 2, C), f32),
-            plgpu.SMEM((2, 2 * C), f32),
-            plgpu.Barrier(num_arrivals=halves),
+            _copy_target(interpret, (units, halves, C, LINE), dtype),
+            _copy_target(interpret, (units, halves, C, LINE), dtype),
+            _swizzled((units, halves, C, LINE), f16),
+            _swizzled((units, C, C), f16),
+            _swizzled((units, 2, C, SUB), f16),
+            _swizzled((units, 2, C, SUB), f16),
+            plgpu.SMEM((units, NUM_VECTORS, C), f32),
+            plgpu.SMEM((units, group, 2, C), f32),
+            plgpu.SMEM((units, 2, 2 * C), f32),
+            plgpu.Barrier(num_arrivals=halves, num_barriers=units),
+            plgpu.Barrier(num_arrivals=halves, num_barriers=units),
         ],
         compiler_params=_params(),
         interpret=interpret,
@@ -506,36 +538,29 @@ def _prepare(qkv, decay, beta, slot_idx, offsets, *, nk, key_dim, max_slots, int
 
 
 def _params():
-    import dataclasses
-
     return dataclasses.replace(compiler_params(), approx_math=True)
 
 
-def _pass(
-    qkv, t, vec, slot_idx, offsets, has_initial_state, pool, *, nk, tiles, interpret
-):
+def _pass(qkv, w, r, vec, slot_idx, offsets, has_initial_state, pool, *, nk, tiles, interpret):
     """Outputs [T, nv * VD]; `pool` (a Ref) is updated. One CTA per (row, value head, `tiles` * 64 value columns)."""
     total = qkv.shape[0]
     max_slots, nv, key_dim, value_dim = pool.shape
     batch = slot_idx.shape[0]
     group = nv // nk
     halves = key_dim // LINE
+    stages = 2 if key_dim == 256 else 3
     dtype = qkv.dtype
     width = tiles * C
-    math_registers, side_registers = ((208, 88) if tiles == 2 else (240, 240))
-    # How much of Q S is put before T X in the queue of products, to run while X is computed. With two value tiles the
-    # other one's products fill that gap, and there are no registers for one more accumulator.
-    early = halves // 2 if tiles == 1 else 0
-    stages = 2 if key_dim == 256 else STAGES
+    # Registers a thread, of 65536 a CTA: accumulators where the products are, few where only copies are issued.
+    math_registers = 232 if tiles == 2 else 240
 
     def body(
-        qkv_g, t_g, vec_g, slot_g, off_g, init_g, pool_g, o_g,
-        q_u, k_u, v_u, t_s, vec_s, p_s, p_row_s, o_u, o_plain, in_bar, in_free, p_ready, p_free, done,
+        qkv_g, w_g, r_g, vec_g, slot_g, off_g, init_g, pool_g, o_g,
+        q_u, k_u, v_u, w_s, r_s, vec_s, in_bar, in_free, tail_ready, done,
     ):  # fmt: skip
         q_rows, q_tiles = _aliases(interpret, q_u)
         k_rows, k_tiles = _aliases(interpret, k_u)
-        v_rows, v_tiles = _aliases(interpret, v_u)
-        o_rows, o_tiles = _aliases(interpret, o_u)
+        v_rows, v_tiles, v_plain = _aliases(interpret, v_u, 3)
         b = lax.axis_index("row")
         head = lax.axis_index("head")
         first_column = lax.axis_index("column") * width
@@ -546,12 +571,13 @@ def _pass(
         slot = slot_g[row_b]
         live = (b < batch) & is_row_of(slot, max_slots)
         n_chunks = jnp.where(live, lax.div(length + (C - 1), i32(C)), 0)
+        last = length - (n_chunks - 1) * C  # tokens of the last chunk
         item = _item_of(start, row_b)
         stage_of = lambda n: lax.rem(n, i32(stages))
         tr = lambda ref: ref.transpose((1, 0))
 
         def drain(source, t0, count, channel):
-            """Copies the first `count` < 2 C rows of `source` out: copies have static sizes, powers of two here."""
+            """Copies the first `count` <= C rows of `source` out: copies have static sizes, powers of two here."""
             done_rows = 0
             for bit in range(C.bit_length() - 1, -1, -1):
                 m = 1 << bit
@@ -576,7 +602,7 @@ def _pass(
             """Zeros for the tokens of no row, wherever the offsets leave them."""
 
             def look(t):
-                """`t` moved past the rows that cover it, and the next row's start after the given `t`."""
+                """`t` moved past the rows that cover it, and the first start of a row after the given `t`."""
 
                 def one(n, carry):
                     reached, ahead = carry
@@ -603,95 +629,78 @@ def _pass(
             columns = pl.ds(first_column + m * C, C)
             channel = head * value_dim + first_column + m * C
             part = lambda i: pool_g.at[slot, head, pl.ds(i * LINE, LINE), columns]
-            o_row, o_tile, plain = o_rows.at[m], o_tiles.at[m], o_plain.at[m]
+            plain = v_plain.at[0, m]  # free before the first and after the last chunk
 
             @pl.when(n_chunks > 0)
             def _():
                 state = lax.cond(
                     init_g[row_b] != 0,
                     lambda: tuple(_load_transposed(interpret, part(i)) for i in range(halves)),
-                    lambda: tuple(
-                        _zeros((C, LINE), f32) for _ in range(halves)
-                    ),
+                    lambda: tuple(_zeros((C, LINE), f32) for _ in range(halves)),
                 )
 
-                def write_output(o, n):
-                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                    tr(o_tile)[...] = o
+                def write_output(o, n, s):
+                    """Through the buffer of values that chunk n + 1 has just read."""
+                    plgpu.commit_smem()  # all four warps have read it
+                    tr(v_tiles.at[s, m])[...] = o
                     plgpu.commit_smem()
                     plgpu.copy_smem_to_gmem(
-                        o_row, o_g.at[pl.ds(start + n * C, C), pl.ds(channel, C)]
+                        v_rows.at[s, m], o_g.at[pl.ds(start + n * C, C), pl.ds(channel, C)]
                     )
 
                 def step(n, carry):
-                    state, o = carry
-                    s, half = stage_of(n), lax.rem(n, i32(2))
+                    state, low, before = carry
+                    s = stage_of(n)
                     left = length - n * C
                     plgpu.barrier_wait(in_bar.at[s])
 
                     @pl.when(left < C)
-                    def _():  # what lies past the row's end may be NaN; keys are cleared before `p_ready`
-                        plgpu.barrier_wait(p_ready.at[half])
-                        v = plgpu.load(v_tiles.at[s, m], layout=WGMMA)
-                        v = jnp.where(_iota((C, C), 0) < left, v.astype(f32), 0.0)
-                        v_tiles.at[s, m][...] = v.astype(dtype)
-                        plgpu.commit_smem()
+                    def _():
+                        plgpu.barrier_wait(tail_ready)
 
-                    low = [x.astype(dtype) for x in state]
-
-                    def products(u_acc, q_acc, v_acc):
+                    def chunk(u, q, o, *s_new):
                         for i in range(halves):
-                            u_acc.mma(low[i], tr(k_tiles.at[s, i]))
-                        for i in range(early):
-                            q_acc.mma(low[i], tr(q_tiles.at[s, i]))
+                            u.mma(low[i], tr(k_tiles.at[s, i]))
+                        for i in range(halves):
+                            q.mma(low[i], tr(q_tiles.at[s, i]))
+                        v = plgpu.load(tr(v_tiles.at[s, m]), layout=WGMMA).astype(f32)
 
                         @pl.when(n > 0)
                         def _():
-                            write_output(o, n - 1)
+                            write_output(before, n - 1, s)
 
-                        v = plgpu.load(tr(v_tiles.at[s, m]), layout=WGMMA).astype(f32)
-                        scale = _cols(_vector(vec_s.at[s, U_SCALE], COL), C)
-                        x = (v - u_acc.read(early) * scale).astype(f16)
-                        v_acc.mma(x, tr(t_s.at[s]))
-                        for i in range(early, halves):
-                            q_acc.mma(low[i], tr(q_tiles.at[s, i]))
-                        s_scale = _cols(_vector(vec_s.at[s, S_SCALE], COL), C)
+                        k_scale = _cols(_vector(vec_s.at[s, K_SCALE], COL), C)
                         decay = jnp.exp2(vec_s[s, LOG_GAMMA, C - 1])
-
-                        @pl.when(left >= C)
-                        def _():
-                            plgpu.barrier_wait(p_ready.at[half])
-
-                        q_scale = _cols(_vector(p_row_s.at[half], COL), C)
-                        new_v = v_acc.read(halves - early)
-                        for_state, for_output = (new_v * s_scale).astype(dtype), new_v.astype(f16)
-                        return for_state, for_output, q_acc.read() * q_scale, decay
-
-                    for_state, for_output, o, decay = _accumulate(interpret, [(C, C)] * 3, products)
-
-                    def update(*accs):
+                        d = (v - u.read(halves) * k_scale).astype(dtype)
                         for i in range(halves):
-                            accs[i].mma(for_state, k_tiles.at[s, i])
-                        accs[-1].mma(for_output, tr(p_s.at[half]))
+                            s_new[i].set(state[i] * decay)
+                            s_new[i].mma(d, r_s.at[s, i])
+                        q_scale = _cols(_vector(vec_s.at[s, Q_SCALE], COL), C)
+                        o.set(q.read(halves) * q_scale)
+                        o.mma(d, tr(w_s.at[s]))
+                        state_new = tuple(x.read(1) for x in s_new)
+                        low_new = tuple(x.astype(dtype) for x in state_new)
+                        return state_new, low_new, o.read().astype(dtype)
 
-                    *state, o = _accumulate_into(
-                        interpret, [x * decay for x in state] + [o], update
-                    )
-                    plgpu.barrier_arrive(p_free.at[half])
+                    shapes = [(C, C)] * 3 + [(C, LINE)] * halves
+                    carry = _accumulate(interpret, shapes, chunk)
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                     plgpu.barrier_arrive(in_free.at[s])
-                    return tuple(state), o.astype(dtype)
+                    return carry
 
-                o = _zeros((C, C), dtype)
-                state, o = lax.fori_loop(0, n_chunks, step, (state, o))
-                last = length - (n_chunks - 1) * C
+                low = tuple(x.astype(dtype) for x in state)
+                carry = (state, low, _zeros((C, C), dtype))
+                state, _, o = lax.fori_loop(0, n_chunks, step, carry)
+
+                # Every chunk of inputs has been consumed, by this warpgroup's own columns: its buffers are free.
+                plgpu.commit_smem()
 
                 @pl.when(last == C)
                 def _():
-                    write_output(o, n_chunks - 1)
+                    write_output(o, n_chunks - 1, 0)
 
                 @pl.when(last < C)
                 def _():
-                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                     store(tr(plain), o)
                     plgpu.commit_smem()
                     drain(plain, start + (n_chunks - 1) * C, last, channel)
@@ -716,83 +725,48 @@ def _pass(
                 plgpu.wait_smem_to_gmem(0)
 
         def stream():
-            """Brings the inputs in, and computes the masked, scaled Q K^T of each chunk."""
-            if interpret is None and tiles == 2:
-                plgpu.set_max_registers(side_registers, action="decrease")
-            log_scale = -0.5 * math.log2(key_dim)
+            if interpret is None:
+                plgpu.set_max_registers(40, action="decrease")
 
-            def bring(n):
+            def bring(n, _):
                 s = stage_of(n)
-                tokens = pl.ds(start + n * C, C)
+
+                @pl.when(n >= stages)
+                def _():
+                    plgpu.barrier_wait(in_free.at[s])
 
                 def copy(channel, target):
-                    plgpu.copy_gmem_to_smem(
-                        qkv_g.at[tokens, pl.ds(channel, LINE)], target, in_bar.at[s]
-                    )
+                    source = qkv_g.at[pl.ds(start + n * C, C), pl.ds(channel, LINE)]
+                    plgpu.copy_gmem_to_smem(source, target, in_bar.at[s])
 
                 for i in range(halves):
                     copy((nk + key_head) * key_dim + i * LINE, k_rows.at[s, i])
-                for i in range(halves):
-                    copy(key_head * key_dim + i * LINE, q_rows.at[s, i])
                 plgpu.copy_gmem_to_smem(vec_g.at[item + n, head], vec_s.at[s], in_bar.at[s])
                 for m in range(tiles):
                     copy(2 * nk * key_dim + head * value_dim + first_column + m * C, v_rows.at[s, m])
-                plgpu.copy_gmem_to_smem(t_g.at[item + n, head], t_s.at[s], in_bar.at[s])
+                for i in range(halves):
+                    copy(key_head * key_dim + i * LINE, q_rows.at[s, i])
+                plgpu.copy_gmem_to_smem(r_g.at[item + n, head], r_s.at[s], in_bar.at[s])
+                plgpu.copy_gmem_to_smem(w_g.at[item + n, head], w_s.at[s], in_bar.at[s])
 
-            lax.fori_loop(0, jnp.minimum(n_chunks, stages), lambda n, _: bring(n), None)
+            lax.fori_loop(0, n_chunks, bring, None)
 
-            def step(n, _):
-                s, half = stage_of(n), lax.rem(n, i32(2))
-                left = length - n * C
+            @pl.when((n_chunks > 0) & (last < C))
+            def _():  # keys and values past the row's end may be NaN
+                s = stage_of(n_chunks - 1)
                 plgpu.barrier_wait(in_bar.at[s])
-
-                @pl.when(left < C)
-                def _():
-                    for i in range(halves):
-                        k = plgpu.load(k_tiles.at[s, i], layout=WGMMA).astype(f32)
-                        k = jnp.where(_iota((C, LINE), 0) < left, k, 0.0)
-                        k_tiles.at[s, i][...] = k.astype(dtype)
-                    plgpu.commit_smem()
-
-                def scores(acc):
-                    for i in range(halves):
-                        acc.mma(q_tiles.at[s, i], tr(k_tiles.at[s, i]))
-                    q2 = None
-                    for i in range(halves):
-                        q = plgpu.load(q_tiles.at[s, i], layout=WGMMA).astype(f32)
-                        q2 = _row_sum(q * q) if q2 is None else q2 + _row_sum(q * q)
-                    p_row = jnp.log2(q2 + EPS) * -0.5 + _vector(vec_s.at[s, LOG_GAMMA], ROW)
-                    p_row = p_row + log_scale
-                    ratio = _rows(p_row, C) - _cols(_vector(vec_s.at[s, P_COL], COL), C)
-                    return jnp.exp2(p_row), jnp.exp2(ratio), acc.read()
-
-                q_scale, ratio, qk = _accumulate(interpret, [(C, C)], scores)
-                p = jnp.where(_iota((C, C), 0) >= _iota((C, C), 1), qk * ratio, 0.0).astype(f16)
-
-                @pl.when(n >= 2)
-                def _():
-                    plgpu.barrier_wait(p_free.at[half])
-
-                p_s.at[half][...] = p
-                store(p_row_s.at[half], q_scale)
+                for ref in [k_tiles.at[s, i] for i in range(halves)] + [
+                    v_tiles.at[s, m] for m in range(tiles)
+                ]:
+                    x = plgpu.load(ref, layout=WGMMA)
+                    ref[...] = jnp.where(_iota((C, C), 0) < last, x, jnp.zeros_like(x))
                 plgpu.commit_smem()
-                plgpu.barrier_arrive(p_ready.at[half])
-                plgpu.barrier_arrive(in_free.at[s])
+                plgpu.barrier_arrive(tail_ready)
 
-                @pl.when((n >= 1) & (n - 1 + stages < n_chunks))
-                def _():
-                    plgpu.barrier_wait(in_free.at[stage_of(n - 1)])
-                    bring(n - 1 + stages)
-
-            lax.fori_loop(0, n_chunks, step, None)
             # every barrier is left with all its phases waited for
             lax.fori_loop(
                 jnp.maximum(n_chunks - stages, 0), n_chunks,
                 lambda n, _: plgpu.barrier_wait(in_free.at[stage_of(n)]), None,
-            )  # fmt: skip
-            lax.fori_loop(
-                jnp.maximum(n_chunks - 2, 0), n_chunks,
-                lambda n, _: plgpu.barrier_wait(p_free.at[lax.rem(n, i32(2))]), None,
             )  # fmt: skip
 
         for m in range(tiles):
@@ -814,24 +788,20 @@ def _pass(
         scratch_types=[
             target((stages, halves, C, LINE), dtype),
             target((stages, halves, C, LINE), dtype),
-            target((stages, tiles, C, C), dtype),
-            _swizzled((stages, C, C), f16),
+            target((stages, tiles, C, C), dtype, plgpu.SMEM((stages, tiles, C, C), dtype)),
+            _swizzled((stages, C, C), dtype),
+            _swizzled((stages, halves, C, LINE), dtype),
             plgpu.SMEM((stages, NUM_VECTORS, C), f32),
-            _swizzled((2, C, C), f16),
-            plgpu.SMEM((2, C), f32),
-            target((tiles, C, C), dtype),
-            plgpu.SMEM((tiles, C, C), dtype),
-            bar(num_arrivals=2 * halves + tiles + 2, num_barriers=stages),
-            bar(num_arrivals=tiles + 1, num_barriers=stages),
-            bar(num_barriers=2),
-            bar(num_arrivals=tiles, num_barriers=2),
+            bar(num_arrivals=2 * halves + tiles + 3, num_barriers=stages),
+            bar(num_arrivals=tiles, num_barriers=stages),
+            bar(),
             bar(num_arrivals=tiles + 1),
         ],
         compiler_params=_params(),
         interpret=interpret,
         kernel_name="gated_delta_chunk_pass",
     )
-    return kernel(qkv, t, vec, slot_idx, offsets, has_initial_state, pool)
+    return kernel(qkv, w, r, vec, slot_idx, offsets, has_initial_state, pool)
 
 
 def recurrence(
@@ -856,14 +826,18 @@ def recurrence(
     # true T first keeps the tokens added here out of every row.
     offsets = jnp.minimum(input_row_offsets, total) if short else input_row_offsets
     qkv, decay, beta = [jnp.pad(x, ((0, short), (0, 0))) if short else x for x in (qkv, decay, beta)]
-    tiles = 2 if value_dim % (2 * C) == 0 and key_dim <= 128 and slot_idx.shape[0] * nv > 66 else 1
-    t, vec = _prepare(
+    w, r, vec = _prepare(
         qkv, decay, beta, slot_idx, offsets,
         nk=nk, key_dim=key_dim, max_slots=recurrent_state.shape[0], interpret=interpret,
     )  # fmt: skip
     pool = jax.new_ref(recurrent_state)
     out = _pass(
-        qkv, t, vec, slot_idx, offsets, has_initial_state.astype(i32), pool,
-        nk=nk, tiles=tiles, interpret=interpret,
+        qkv, w, r, vec, slot_idx, offsets, has_initial_state.astype(i32), pool,
+        nk=nk, tiles=_tiles(slot_idx.shape[0], nv, key_dim, value_dim), interpret=interpret,
     )  # fmt: skip
     return out[:total], jax.freeze(pool)
+
+
+def _tiles(batch, nv, key_dim, value_dim):
+    """Value tiles of a CTA: two share keys, queries, W and R, one leaves more CTAs for an idle chip."""
+    return 2 if value_dim % (2 * C) == 0 and key_dim <= 128 and batch * nv > 66 else 1
