@@ -18,14 +18,18 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from gdn_jax._mosaic import compiler_params, is_row_of, load, store
 
 _THREADS = 128
+_APPROX = True
 _LOG2_E = 1.4426950408889634
 _FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
 _MAX_KERNEL_SIZE = 8
 _MAX_HEAD_TOKENS = 8
 """Most tokens of a row that its row program computes (at least K - 1)."""
-_BLOCK_TOKENS = 16
-_BLOCK_BYTES_PER_THREAD = 8
-_ROW_CHANNELS_PER_THREAD = 4
+_BLOCK_BYTES = 16384
+_VEC = 2
+_BULK_UNIT_BYTES = 128
+"""What the size of a bulk copy to shared memory must be a multiple of."""
+_STEP = 8
+_ROW_CHANNELS_PER_THREAD = 1
 
 
 def unsupported(
@@ -60,28 +64,24 @@ def unsupported(
     return None
 
 
-def _column_layout(unit):
-    """Layout of [n * unit, 1]: one row a thread, repeated where `unit` is less than the 128 threads.
+def _rows_layout(unit, width):
+    """Layout of [n * unit, width]: whole rows a thread, repeated where `unit` is less than the 128 threads.
 
-    Its `reduce(1)` is the layout of the vector [n * unit] in that column.
+    Its `reduce(1)` is the layout of a vector [n * unit], one element a thread.
     """
     lanes = min(unit, 32)
     warps = unit // lanes
     repeat_lanes = () if lanes == 32 else (plgpu.Replicated(32 // lanes),)
     repeat_warps = () if warps == 4 else (plgpu.Replicated(4 // warps),)
     if warps == 1:
-        return plgpu.Layout.TILED(
-            plgpu.Tiling(((unit, 1),)), repeat_warps, (*repeat_lanes, -2), -1
-        )
-    return plgpu.Layout.TILED(
-        plgpu.Tiling(((unit, 1), (lanes, 1))), (*repeat_warps, -4), (-2,), -1
-    )
+        return plgpu.Layout.TILED(plgpu.Tiling(((unit, width),)), repeat_warps, (*repeat_lanes, -2), -1)
+    return plgpu.Layout.TILED(plgpu.Tiling(((unit, width), (lanes, width))), (*repeat_warps, -4), (-2,), -1)
 
 
 def _vector_layout(unit, vec):
     """Layout of a vector [n * unit * vec]: `vec` neighbours a thread, repeated below 128 threads."""
     if vec == 1:
-        return _column_layout(unit).reduce(1)
+        return _rows_layout(unit, 1).reduce(1)
     lanes = min(unit, 32)
     warps = unit // lanes
     repeat_lanes = () if lanes == 32 else (plgpu.Replicated(32 // lanes),)
@@ -96,6 +96,21 @@ def _vector_layout(unit, vec):
 def _column(ref, j, layout):
     """Column `j` of a [channels, taps] ref in global memory, as a float32 vector."""
     return jnp.sum(load(ref.at[:, pl.ds(j, 1)], layout), axis=1)
+
+
+def _columns(ref, unit):
+    """All columns of a [channels, taps] ref in global memory, as float32 vectors."""
+    channels, taps = ref.shape
+    column_layout = _rows_layout(unit, 1)
+    if taps & (taps - 1):
+        return [_column(ref, j, column_layout) for j in range(taps)]
+    # A vector access needs a power of two. The selection costs one addition a column, a load by columns one access.
+    layout = _rows_layout(unit, taps)
+    rows = load(ref, layout)
+    tap = plgpu.broadcasted_iota(jnp.int32, (channels, taps), 1, layout=layout)
+    return [
+        plgpu.layout_cast(jnp.sum(jnp.where(tap == j, rows, 0.0), axis=1), column_layout.reduce(1)) for j in range(taps)
+    ]
 
 
 def _set_column(ref, j, value, layout):
@@ -121,15 +136,14 @@ def _taps(history, weights, bias, activation, dtype):
 
 def _geometry(total_seq_len, batch, conv_dim, kernel_size, itemsize):
     """Tokens of a row program, tokens and channels of a block program, channels of a row program; from shapes alone."""
-    head_tokens = min(max(kernel_size - 1, total_seq_len // batch), max(kernel_size - 1, _MAX_HEAD_TOKENS))
-    block_tokens = min(_BLOCK_TOKENS, total_seq_len)
-    vec = math.gcd(_BLOCK_BYTES_PER_THREAD // itemsize, conv_dim)
-    while vec > 1 and conv_dim % (_THREADS * vec):
-        vec //= 2
-    block_unit = math.gcd(_THREADS, conv_dim // vec)
+    mean = total_seq_len // batch
+    head_tokens = max(kernel_size - 1, min(mean, _MAX_HEAD_TOKENS))
+    longest = _BLOCK_BYTES // (_THREADS * _VEC * itemsize)
+    block_tokens = min(longest, max(4, 1 << mean.bit_length()), total_seq_len)
+    block_unit = math.gcd(_THREADS, conv_dim // _VEC)
     row_unit = math.gcd(_THREADS, conv_dim)
     row_channels = row_unit * math.gcd(_ROW_CHANNELS_PER_THREAD, conv_dim // row_unit)
-    return head_tokens, block_tokens, vec, block_unit, row_unit, row_channels
+    return head_tokens, block_tokens, block_unit, row_unit, row_channels
 
 
 def conv1d(
@@ -151,16 +165,18 @@ def conv1d(
     max_slots, _, window = conv_state.shape
     taps = window + 1
     batch = slot_idx.shape[0]
-    head_tokens, block_tokens, vec, block_unit, row_unit, row_channels = _geometry(
+    head_tokens, block_tokens, block_unit, row_unit, row_channels = _geometry(
         total, batch, conv_dim, taps, qkv.dtype.itemsize
     )
-    block_channels = block_unit * vec
+    block_channels = block_unit * _VEC
+    tile_tokens = min(block_tokens + window, total)
+    step = math.gcd(block_tokens, _STEP)
+    bulk = tile_tokens * block_channels * qkv.dtype.itemsize % _BULK_UNIT_BYTES == 0
     row_groups, block_groups = conv_dim // row_channels, conv_dim // block_channels
     blocks = -(-total // block_tokens)
-    column_layout = _column_layout(row_unit)
+    column_layout = _rows_layout(row_unit, 1)
     row_layout = column_layout.reduce(1)
-    block_layout = _vector_layout(block_unit, vec)
-    weight_layout = _column_layout(math.gcd(_THREADS, block_channels))
+    block_layout = _vector_layout(block_unit, _VEC)
 
     def zero(layout, channels):
         return plgpu.layout_cast(jnp.zeros((channels,), qkv.dtype), layout)
@@ -173,22 +189,30 @@ def conv1d(
         length = end - start
         live = is_row_of(slot, max_slots)
 
-        @pl.when((length > 0) & live)
+        state = state_g.at[slot, channels]
+        weights = _columns(w_g.at[channels], row_unit)
+        offset = load(bias_g.at[channels], row_layout)
+
+        def zeros():
+            return [plgpu.layout_cast(jnp.zeros((row_channels,), f32), row_layout)] * window
+
+        def read():
+            return [_column(state, j, column_layout) for j in range(window)]
+
+        def token(t):
+            return load(x_g.at[t, channels], row_layout)
+
+        @pl.when((length == 1) & live)
         def _():
-            state = state_g.at[slot, channels]
+            x = token(start)
+            history = [*lax.cond(has_g[b], read, zeros), x]
+            if write_state:
+                for j in range(window):
+                    _set_column(state, j, history[j + 1], column_layout)
+            store(out_g.at[start, channels], _taps(history, weights, offset, activation, qkv.dtype))
 
-            def zeros():
-                return [plgpu.layout_cast(jnp.zeros((row_channels,), f32), row_layout)] * window
-
-            def read():
-                return [_column(state, j, column_layout) for j in range(window)]
-
-            weights = [_column(w_g.at[channels], j, column_layout) for j in range(taps)]
-            offset = load(bias_g.at[channels], row_layout)
-
-            def token(t):
-                return load(x_g.at[t, channels], row_layout)
-
+        @pl.when((length > 1) & live)
+        def _():
             head = [token(jnp.minimum(start + p, end - 1)) for p in range(head_tokens)]
             tail = [token(jnp.maximum(end - window + j, start)) for j in range(window)]
             old = lax.cond(has_g[b], read, zeros)
@@ -197,7 +221,7 @@ def conv1d(
             if write_state:
                 for j in range(window):
                     value = tail[j]
-                    for n in range(1, window - j):  # a row of n tokens keeps window - n of the old inputs
+                    for n in range(2, window - j):  # a row of n tokens keeps window - n of the old inputs
                         keep = lax.broadcast_in_dim(length == n, (row_channels,), ())
                         value = jnp.where(keep, old[j + n], value)
                     _set_column(state, j, value, column_layout)
@@ -246,88 +270,108 @@ def conv1d(
                 jnp.maximum(top, end),
             )
 
-        init = [
-            plgpu.layout_cast(jnp.full((width,), x, jnp.int32), layout) for x in (batch, -1, 0)
-        ]
+        init = [plgpu.layout_cast(jnp.full((width,), x, jnp.int32), layout) for x in (batch, -1, 0)]
         first, last, top = lax.fori_loop(0, -(-batch // width), scan, tuple(init))
         return jnp.min(first), jnp.max(last), jnp.maximum(jnp.max(top), jnp.clip(off_g[0], 0, total))
 
-    def block_program(i, x_g, w_g, bias_g, slot_g, off_g, out_g, weights_s):
-        group = lax.rem(i, block_groups)
+    def block_program(i, x_g, w_g, bias_g, slot_g, off_g, out_g, tokens_s, weights_s, barrier):
         low = lax.div(i, block_groups) * block_tokens
         high = jnp.minimum(low + block_tokens, total)
-        channels = pl.ds(group * block_channels, block_channels)
+        channels = pl.ds(lax.rem(i, block_groups) * block_channels, block_channels)
 
-        def body_of(start, end):
+        # Most blocks lie inside one row, so the tokens are asked for before it is known whose they are.
+        base = jnp.clip(low - window, 0, total - tile_tokens)
+        if bulk:
+            plgpu.copy_gmem_to_smem(x_g.at[pl.ds(base, tile_tokens), channels], tokens_s, barrier)
+        else:
+
+            def fetch(p, _):
+                x = plgpu.load(x_g.at[base + p, channels], layout=block_layout, optimized=False)
+                store(tokens_s.at[p], x)
+                return 0
+
+            lax.fori_loop(0, tile_tokens, fetch, 0)
+        for j, weight in enumerate(_columns(w_g.at[channels], math.gcd(_THREADS, block_channels))):
+            store(weights_s.at[j], weight)
+        offset = load(bias_g.at[channels], block_layout)
+        plgpu.commit_smem()
+        weights = [load(weights_s.at[j], block_layout) for j in range(taps)]
+
+        def token(t):
+            return load(tokens_s.at[t - base], block_layout)
+
+        def advance(t, history):
+            history = (*history, token(t))
+            y = _taps(history, weights, offset, activation, qkv.dtype)
+            store(out_g.at[t, channels], y)
+            return history[1:]
+
+        def body_of(b):
+            start, end = (jnp.clip(off_g[b + k], 0, total) for k in (0, 1))
             return jnp.maximum(start + head_tokens, low), jnp.minimum(end, high)
 
+        def has_body(start, end):
+            return jnp.maximum(start + head_tokens, low) < jnp.minimum(end, high)
+
         def clear(t, _):
-            store(out_g.at[t, channels], zero(block_layout, block_channels))
+            zeros = plgpu.layout_cast(jnp.zeros((block_channels,), qkv.dtype), block_layout)
+            store(out_g.at[t, channels], zeros)
             return 0
 
-        def has_body(start, end):
-            first, last = body_of(start, end)
-            return first < last
-
         first, last, top = over_rows(off_g, has_body)
+        b = jnp.minimum(first, batch - 1)
+        begin, stop = body_of(b)
+        whole = (begin == low) & (stop == low + block_tokens) & is_row_of(slot_g[b], max_slots)
+        if bulk:
+            plgpu.barrier_wait(barrier)
 
-        @pl.when(first <= last)
+        @pl.when(whole)
         def _():
-            for j in range(taps):
-                w = _column(w_g.at[channels], j, weight_layout)
-                store(weights_s.at[j], w)
-            plgpu.commit_smem()
-            weights = [load(weights_s.at[j], block_layout) for j in range(taps)]
-            offset = load(bias_g.at[channels], block_layout)
+            def steps(j, history):
+                for p in range(step):
+                    history = advance(low + j * step + p, history)
+                return history
 
+            history = tuple(token(low - window + j) for j in range(window))
+            lax.fori_loop(0, block_tokens // step, steps, history)
+
+        @pl.when(jnp.logical_not(whole))
+        def _():
             def row(b, _):
-                begin, end = body_of(*(jnp.clip(off_g[b + k], 0, total) for k in (0, 1)))
+                begin, stop = body_of(b)
                 live = is_row_of(slot_g[b], max_slots)
 
-                @pl.when((begin < end) & live)
+                @pl.when(live & (begin < stop))
                 def _():
-                    # Tokens past the piece are read as its last one and not stored: no load waits for another.
-                    xs = [
-                        plgpu.load(
-                            x_g.at[jnp.minimum(begin - window + p, end - 1), channels],
-                            layout=block_layout,
-                            optimized=False,
-                        )
-                        for p in range(block_tokens + window)
-                    ]
-                    for p in range(block_tokens):
+                    history = tuple(token(begin - window + j) for j in range(window))
+                    lax.fori_loop(begin, stop, advance, history)
 
-                        @pl.when(begin + p < end)
-                        def _(p=p):
-                            y = _taps(xs[p : p + taps], weights, offset, activation, qkv.dtype)
-                            store(out_g.at[begin + p, channels], y)
-
-                @pl.when((begin < end) & jnp.logical_not(live))
+                @pl.when(jnp.logical_not(live))
                 def _():
-                    lax.fori_loop(begin, end, clear, 0)
+                    lax.fori_loop(begin, stop, clear, 0)
 
                 return 0
 
             lax.fori_loop(first, last + 1, row, 0)
 
-        # Offsets that only grow leave no gap between rows, and whatever they do, every token from the first offset
-        # to the greatest lies in a row.
-        lax.fori_loop(jnp.maximum(low, top), high, clear, 0)
+            # Whatever the offsets do, every token from the first offset to the greatest lies in a row; if they only
+            # grow, no token before the first does.
+            lax.fori_loop(jnp.maximum(low, top), high, clear, 0)
 
-        def clear_uncovered(t, _):
-            some, _, _ = over_rows(off_g, lambda start, end: (start <= t) & (t < end))
+            def clear_uncovered(t, _):
+                some, _, _ = over_rows(off_g, lambda start, end: (start <= t) & (t < end))
 
-            @pl.when(some == batch)
-            def _():
-                clear(t, 0)
+                @pl.when(some == batch)
+                def _():
+                    clear(t, 0)
 
-            return 0
+                return 0
 
-        lax.fori_loop(low, jnp.minimum(jnp.clip(off_g[0], 0, total), high), clear_uncovered, 0)
+            lax.fori_loop(low, jnp.minimum(jnp.clip(off_g[0], 0, total), high), clear_uncovered, 0)
 
     row_programs = batch * row_groups
 
-    def body(x_g, w_g, bias_g, slot_g, off_g, has_g, state_g, out_g, weights_s):
+    def body(x_g, w_g, bias_g, slot_g, off_g, has_g, state_g, out_g, *scratch):
         i = lax.axis_index("program")
 
         @pl.when(i < row_programs)
@@ -336,15 +380,19 @@ def conv1d(
 
         @pl.when(i >= row_programs)
         def _():
-            block_program(i - row_programs, x_g, w_g, bias_g, slot_g, off_g, out_g, weights_s)
+            block_program(i - row_programs, x_g, w_g, bias_g, slot_g, off_g, out_g, *scratch)
 
     kernel = plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((total, conv_dim), qkv.dtype),
         grid=(row_programs + blocks * block_groups,),
         grid_names=("program",),
-        scratch_types=[plgpu.SMEM((taps, block_channels), f32)],
-        compiler_params=compiler_params(),
+        scratch_types=[
+            plgpu.SMEM((tile_tokens, block_channels), qkv.dtype),
+            plgpu.SMEM((taps, block_channels), f32),
+            plgpu.Barrier(),
+        ],
+        compiler_params=compiler_params().replace(approx_math=_APPROX),
         interpret=interpret,
     )
     state = jax.new_ref(conv_state)

@@ -1,9 +1,9 @@
 """State fold in Pallas Mosaic GPU: all layers in one launch, the pool updated in place.
 
-A state is a `[KD, VD]` matrix that lies contiguously in the pool, and folding a record touches each element once,
-so the kernel is a stream over the pool: one program takes a block of whole state rows, every access to it is a run of
-up to 16 bytes a lane and 512 bytes a warp. All loads of a block are in flight together with all records of the
-request; the records go through shared memory, from where each thread reads the few values that its elements need.
+A state is a `[KD, VD]` matrix that lies contiguously in the pool, and folding a record touches each element once, so
+the kernel is a stream over the pool. One program takes a block of whole rows of one state. Bulk copies bring it to
+shared memory in pieces while the records of the request are fetched; each piece is folded in float32 registers, a few
+rows at a time, as soon as it is there, and a bulk copy takes it home while the next one is folded.
 """
 
 import math
@@ -22,13 +22,16 @@ from gdn_jax._mosaic import (
     load,
     store,
     update,
+    zeros,
 )
 
 _THREADS = 128
-_BLOCK_BYTES = 32768
-"""State bytes that one program holds: 64 four-byte registers a thread."""
-_CHUNK_ELEMENTS = 16
-"""State elements a thread widens to float32 at a time when the pool is narrower."""
+_BLOCK_ELEMENTS = 16384
+_PROGRAM_BYTES = 75776
+"""Shared memory of one program that leaves room for three on a multiprocessor."""
+_PIECE_ELEMENTS = {4: 2048, 2: 8192}
+_CHUNK_ELEMENTS = {4: 2048, 2: 4096}
+"""State elements in registers at a time, by the size of a pool element."""
 _RECORDS_IN_FLIGHT = 4
 _MAX_RING_LEN = 64
 _POOL_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
@@ -80,29 +83,24 @@ def _vector_layout(size):
     return plgpu.Layout.TILED(plgpu.Tiling(((unit,), (lanes,), (1,))), (*repeat_warps, -3), (-2,), -1)
 
 
-def _block_rows(key_head_dim, value_head_dim, itemsize, unit):
-    """Rows of a state that one program takes: a divisor of KD, at most `_BLOCK_BYTES`, a multiple of `unit`."""
-    best = unit
-    for rows in range(unit, key_head_dim + 1, unit):
-        if key_head_dim % rows == 0 and rows * value_head_dim * itemsize <= _BLOCK_BYTES:
-            best = rows
-    return best
+def _rows_within(rows, unit, limit):
+    """The largest multiple of `unit` that divides `rows` and is at most `limit`, or `unit`."""
+    fitting = [n for n in range(unit, min(rows, limit) + 1, unit) if rows % n == 0]
+    return fitting[-1] if fitting else unit
 
 
-def _chunk_rows(block_rows, value_head_dim, itemsize, unit):
-    """Rows that are in float32 registers at a time: all of a float32 block, else a divisor of the block."""
-    if itemsize == 4:
-        return block_rows
-    best = unit
-    for rows in range(unit, block_rows + 1, unit):
-        if block_rows % rows == 0 and rows * value_head_dim <= _CHUNK_ELEMENTS * _THREADS:
-            best = rows
-    return best
+def _geometry(key_dim, value_dim, ring_len, itemsize, unit):
+    """State rows of a program, of a bulk copy, and of a step in registers; from shapes alone."""
+    per_row = value_dim * itemsize + ring_len * 4
+    limit = min(_BLOCK_ELEMENTS // value_dim, (_PROGRAM_BYTES - ring_len * (value_dim + 1) * 4) // per_row)
+    rows = _rows_within(key_dim, unit, limit)
+    piece = _rows_within(rows, unit, _PIECE_ELEMENTS[itemsize] // value_dim)
+    chunk = _rows_within(piece, unit, _CHUNK_ELEMENTS[itemsize] // value_dim)
+    return rows, piece, chunk
 
 
 def state_fold(recurrent_state, ring, row_ids, ring_row_ids, num_accepted, has_initial_state, *, interpret=None):
     """See `gdn_jax.gated_delta_state_fold`."""
-    f32 = jnp.float32
     max_slots, num_value_heads, key_dim, value_dim = recurrent_state.shape
     ring_rows, num_key_heads, ring_len, _ = ring.shape
     num_layers, batch = row_ids.shape
@@ -110,17 +108,27 @@ def state_fold(recurrent_state, ring, row_ids, ring_row_ids, num_accepted, has_i
     itemsize = recurrent_state.dtype.itemsize
 
     layout, unit = _state_layout(value_dim, itemsize)
-    rows = _block_rows(key_dim, value_dim, itemsize, unit)
-    chunk = _chunk_rows(rows, value_dim, itemsize, unit)
-    num_blocks = key_dim // rows
-    num_chunks = rows // chunk
+    rows, piece, chunk = _geometry(key_dim, value_dim, ring_len, itemsize, unit)
+    num_blocks, num_pieces = key_dim // rows, rows // piece
     key_layout, delta_layout = layout.reduce(1), layout.reduce(0)
     key_copy, delta_copy = _vector_layout(rows), _vector_layout(value_dim)
-    shape = (chunk, value_dim)
+    in_flight = min(_RECORDS_IN_FLIGHT, ring_len)
 
-    def body(ring_g, row_g, ring_row_g, count_g, has_g, pool_g, keys_s, deltas_s, decays_s):
+    def body(
+        ring_g,
+        row_g,
+        ring_row_g,
+        count_g,
+        has_g,
+        pool_g,
+        tile_s,
+        keys_s,
+        deltas_s,
+        decays_s,
+        arrived,
+    ):
         i = lax.axis_index("block")
-        block = lax.rem(i, num_blocks)
+        first = lax.rem(i, num_blocks) * rows
         head = lax.rem(lax.div(i, num_blocks), num_value_heads)
         layer_row = lax.div(i, num_blocks * num_value_heads)
         layer, b = lax.div(layer_row, batch), lax.rem(layer_row, batch)
@@ -131,50 +139,64 @@ def state_fold(recurrent_state, ring, row_ids, ring_row_ids, num_accepted, has_i
 
         @pl.when(valid & (count > 0) & (count <= ring_len))
         def _():
-            first = block * rows
-            chunks = [pl.ds(c * chunk, chunk) for c in range(num_chunks)]
-            state = [pool_g.at[slot, head, pl.ds(first + c * chunk, chunk)] for c in range(num_chunks)]
+            pieces = [
+                (
+                    tile_s.at[pl.ds(j * piece, piece)],
+                    pool_g.at[slot, head, pl.ds(first + j * piece, piece)],
+                )
+                for j in range(num_pieces)
+            ]
 
-            def zeros():
-                return [plgpu.layout_cast(jnp.zeros(shape, recurrent_state.dtype), layout) for _ in chunks]
+            @pl.when(jnp.logical_not(fresh))
+            def _():
+                for j, (tile, home) in enumerate(pieces):
+                    plgpu.copy_gmem_to_smem(home, tile, arrived.at[j])
 
-            def read():
-                return [plgpu.load(r, layout=layout, optimized=False) for r in state]
-
-            values = lax.cond(fresh, zeros, read)
+            @pl.when(fresh)
+            def _():
+                for j in range(rows // chunk):
+                    store(tile_s.at[pl.ds(j * chunk, chunk)], zeros((chunk, value_dim), layout))
 
             def fetch(p):
                 record = ring_g.at[ring_row, key_head, p]
-                delta_at = key_dim + member * value_dim
                 return (
                     load(record.at[pl.ds(first, rows)], key_copy),
-                    load(record.at[pl.ds(delta_at, value_dim)], delta_copy),
-                    ring_g[ring_row, key_head, p, key_dim + group * value_dim + member].astype(f32),
+                    load(record.at[pl.ds(key_dim + member * value_dim, value_dim)], delta_copy),
+                    ring_g[ring_row, key_head, p, key_dim + group * value_dim + member],
                 )
 
             def stage(j, _):
                 # The last group repeats the last accepted record: what lies past it is never read.
                 at = [jnp.minimum(j * in_flight + u, count - 1) for u in range(in_flight)]
-                records = [fetch(p) for p in at]
-                for p, (key, delta, decay) in zip(at, records):
+                for p, (key, delta, decay) in zip(at, [fetch(p) for p in at], strict=True):
                     store(keys_s.at[p], key)
                     store(deltas_s.at[p], delta)
-                    decays_s[p] = decay
+                    decays_s[p] = decay.astype(jnp.float32)
                 return 0
 
-            in_flight = min(_RECORDS_IN_FLIGHT, ring_len)
             lax.fori_loop(0, lax.div(count + (in_flight - 1), in_flight), stage, 0)
             plgpu.commit_smem()
 
-            for c, ref, value in zip(chunks, state, values):
-
-                def step(p, S, c=c):
-                    key = along_values(load(keys_s.at[p, c], key_layout), value_dim, layout)
+            def fold(at):
+                def step(p, state):
+                    key = along_values(load(keys_s.at[p, pl.ds(at, chunk)], key_layout), value_dim, layout)
                     delta = along_keys(load(deltas_s.at[p], delta_layout), chunk, layout)
-                    return update(S, key, delta, decays_s[p])
+                    return update(state, key, delta, decays_s[p])
 
-                S = lax.fori_loop(0, count, step, value.astype(f32))
-                store(ref, S)
+                part = tile_s.at[pl.ds(at, chunk)]
+                store(part, lax.fori_loop(0, count, step, load(part, layout)))
+
+            for j, (tile, home) in enumerate(pieces):
+
+                @pl.when(jnp.logical_not(fresh))
+                def _(j=j):
+                    plgpu.barrier_wait(arrived.at[j])
+
+                for at in range(j * piece, (j + 1) * piece, chunk):
+                    fold(at)
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(tile, home)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     kernel = plgpu.kernel(
         body,
@@ -182,9 +204,11 @@ def state_fold(recurrent_state, ring, row_ids, ring_row_ids, num_accepted, has_i
         grid=(num_layers * batch * num_value_heads * num_blocks,),
         grid_names=("block",),
         scratch_types=[
-            plgpu.SMEM((ring_len, rows), f32),
-            plgpu.SMEM((ring_len, value_dim), f32),
-            plgpu.SMEM((ring_len,), f32),
+            plgpu.SMEM((rows, value_dim), recurrent_state.dtype),
+            plgpu.SMEM((ring_len, rows), jnp.float32),
+            plgpu.SMEM((ring_len, value_dim), jnp.float32),
+            plgpu.SMEM((ring_len,), jnp.float32),
+            plgpu.Barrier(num_barriers=num_pieces),
         ],
         compiler_params=compiler_params(),
         interpret=interpret,
