@@ -18,18 +18,19 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from gdn_jax._mosaic import compiler_params, is_row_of, load, store
 
 _THREADS = 128
-_APPROX = True
 _LOG2_E = 1.4426950408889634
 _FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
 _MAX_KERNEL_SIZE = 8
 _MAX_HEAD_TOKENS = 8
 """Most tokens of a row that its row program computes (at least K - 1)."""
+_ROW_CHANNELS = 256
 _BLOCK_BYTES = 16384
 _VEC = 2
+"""Neighbouring channels of a thread in a block program."""
+_STEP = 8
+"""Tokens that a block program computes between two branches."""
 _BULK_UNIT_BYTES = 128
 """What the size of a bulk copy to shared memory must be a multiple of."""
-_STEP = 8
-_ROW_CHANNELS_PER_THREAD = 1
 
 
 def unsupported(
@@ -134,16 +135,28 @@ def _taps(history, weights, bias, activation, dtype):
     return _activate(y, activation).astype(dtype)
 
 
-def _geometry(total_seq_len, batch, conv_dim, kernel_size, itemsize):
-    """Tokens of a row program, tokens and channels of a block program, channels of a row program; from shapes alone."""
-    mean = total_seq_len // batch
-    head_tokens = max(kernel_size - 1, min(mean, _MAX_HEAD_TOKENS))
-    longest = _BLOCK_BYTES // (_THREADS * _VEC * itemsize)
-    block_tokens = min(longest, max(4, 1 << mean.bit_length()), total_seq_len)
-    block_unit = math.gcd(_THREADS, conv_dim // _VEC)
-    row_unit = math.gcd(_THREADS, conv_dim)
-    row_channels = row_unit * math.gcd(_ROW_CHANNELS_PER_THREAD, conv_dim // row_unit)
-    return head_tokens, block_tokens, block_unit, row_unit, row_channels
+class _Geometry:
+    """How the work is cut into programs: a function of shapes and dtypes alone.
+
+    Attributes:
+        head_tokens: tokens of a row that its row program computes.
+        block_tokens, block_channels, block_unit: size of a block program, and its threads that differ.
+        row_channels, row_unit: the same for a row program.
+        eager: whether a block program asks for its tokens before it has looked at the offsets.
+    """
+
+    def __init__(self, total_seq_len, batch, conv_dim, kernel_size, itemsize):
+        mean = total_seq_len // batch
+        self.head_tokens = max(kernel_size - 1, min(mean, _MAX_HEAD_TOKENS))
+        self.eager = mean > self.head_tokens
+        longest = _BLOCK_BYTES // (_THREADS * _VEC * itemsize)
+        # Where row programs do most of the work, a smaller block leaves more of them room in shared memory.
+        fitting = min(longest, 1 << mean.bit_length()) if self.eager else longest // 2
+        self.block_tokens = min(fitting, total_seq_len)
+        self.block_unit = math.gcd(_THREADS, conv_dim // _VEC)
+        self.block_channels = self.block_unit * _VEC
+        self.row_unit = math.gcd(_THREADS, conv_dim)
+        self.row_channels = math.gcd(_ROW_CHANNELS, conv_dim)
 
 
 def conv1d(
@@ -165,81 +178,117 @@ def conv1d(
     max_slots, _, window = conv_state.shape
     taps = window + 1
     batch = slot_idx.shape[0]
-    head_tokens, block_tokens, block_unit, row_unit, row_channels = _geometry(
-        total, batch, conv_dim, taps, qkv.dtype.itemsize
-    )
-    block_channels = block_unit * _VEC
+    cut = _Geometry(total, batch, conv_dim, taps, qkv.dtype.itemsize)
+    head_tokens, block_tokens = cut.head_tokens, cut.block_tokens
+    row_channels, block_channels = cut.row_channels, cut.block_channels
+    row_groups, block_groups = conv_dim // row_channels, conv_dim // block_channels
+    row_programs, block_programs = batch * row_groups, -(-total // block_tokens) * block_groups
     tile_tokens = min(block_tokens + window, total)
     step = math.gcd(block_tokens, _STEP)
-    bulk = tile_tokens * block_channels * qkv.dtype.itemsize % _BULK_UNIT_BYTES == 0
-    row_groups, block_groups = conv_dim // row_channels, conv_dim // block_channels
-    blocks = -(-total // block_tokens)
-    column_layout = _rows_layout(row_unit, 1)
+    bulk_tokens = tile_tokens * block_channels * qkv.dtype.itemsize % _BULK_UNIT_BYTES == 0
+    # The interpreter knows no reshaped views of shared memory.
+    bulk_window = interpret is None and row_channels * window * conv_state.dtype.itemsize % _BULK_UNIT_BYTES == 0
+    column_layout = _rows_layout(cut.row_unit, 1)
     row_layout = column_layout.reduce(1)
-    block_layout = _vector_layout(block_unit, _VEC)
+    block_layout = _vector_layout(cut.block_unit, _VEC)
 
-    def zero(layout, channels):
-        return plgpu.layout_cast(jnp.zeros((channels,), qkv.dtype), layout)
+    def clear_tokens(out_g, channels, layout, start, end):
+        def clear(t, _):
+            store(out_g.at[t, channels], plgpu.layout_cast(jnp.zeros((channels.size,), qkv.dtype), layout))
+            return 0
 
-    def row_program(i, x_g, w_g, bias_g, slot_g, off_g, has_g, out_g, state_g):
-        b = lax.div(i, row_groups)
-        channels = pl.ds(lax.rem(i, row_groups) * row_channels, row_channels)
+        lax.fori_loop(start, end, clear, 0)
+
+    def row_program(i, x_g, w_g, bias_g, slot_g, off_g, has_g, out_g, state_g, window_s, arrived):
+        b, group = lax.div(i, row_groups), lax.rem(i, row_groups)
+        channels = pl.ds(group * row_channels, row_channels)
         start, end = (jnp.clip(off_g[b + k], 0, total) for k in (0, 1))
-        slot = slot_g[b]
+        slot, has_window = slot_g[b], has_g[b]
         length = end - start
         live = is_row_of(slot, max_slots)
-
-        state = state_g.at[slot, channels]
-        weights = _columns(w_g.at[channels], row_unit)
+        weights = _columns(w_g.at[channels], cut.row_unit)
         offset = load(bias_g.at[channels], row_layout)
-
-        def zeros():
-            return [plgpu.layout_cast(jnp.zeros((row_channels,), f32), row_layout)] * window
-
-        def read():
-            return [_column(state, j, column_layout) for j in range(window)]
 
         def token(t):
             return load(x_g.at[t, channels], row_layout)
 
+        def output(t, history):
+            store(out_g.at[t, channels], _taps(history, weights, offset, activation, qkv.dtype))
+
+        if bulk_window:
+            # The K - 1 inputs of a channel are neighbours: only whole runs of channels move well.
+            home = state_g.at[slot, pl.ds(group * window, window)]
+            run = window_s.reshape(window, row_channels)
+            columns = window_s.reshape(row_channels, window)
+        else:
+            home = columns = state_g.at[slot, channels]
+
+        def ask_window():
+            if bulk_window:
+
+                @pl.when(has_window)
+                def _():
+                    plgpu.copy_gmem_to_smem(home, run, arrived)
+
+        def read_window():
+            def zeros():
+                return [plgpu.layout_cast(jnp.zeros((row_channels,), f32), row_layout)] * window
+
+            def read():
+                if bulk_window:
+                    plgpu.barrier_wait(arrived)
+                return [_column(columns, j, column_layout) for j in range(window)]
+
+            return lax.cond(has_window, read, zeros)
+
+        def write_window(values):
+            if write_state:
+                for j, value in enumerate(values):
+                    _set_column(columns, j, value, column_layout)
+                if bulk_window:
+                    plgpu.commit_smem()
+                    plgpu.copy_smem_to_gmem(run, home)
+
+        def finish_window():
+            if write_state and bulk_window:
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
         @pl.when((length == 1) & live)
         def _():
+            ask_window()
             x = token(start)
-            history = [*lax.cond(has_g[b], read, zeros), x]
-            if write_state:
-                for j in range(window):
-                    _set_column(state, j, history[j + 1], column_layout)
-            store(out_g.at[start, channels], _taps(history, weights, offset, activation, qkv.dtype))
+            history = [*read_window(), x]
+            write_window(history[1:])
+            output(start, history)
+            finish_window()
 
         @pl.when((length > 1) & live)
         def _():
+            ask_window()
             head = [token(jnp.minimum(start + p, end - 1)) for p in range(head_tokens)]
             tail = [token(jnp.maximum(end - window + j, start)) for j in range(window)]
-            old = lax.cond(has_g[b], read, zeros)
+            old = read_window()
+
+            def kept(j):
+                value = tail[j]
+                for n in range(2, window - j):  # a row of n tokens keeps window - n of the old inputs
+                    short = lax.broadcast_in_dim(length == n, (row_channels,), ())
+                    value = jnp.where(short, old[j + n], value)
+                return value
+
+            write_window([kept(j) for j in range(window)])
             history = [*old, *head]
-
-            if write_state:
-                for j in range(window):
-                    value = tail[j]
-                    for n in range(2, window - j):  # a row of n tokens keeps window - n of the old inputs
-                        keep = lax.broadcast_in_dim(length == n, (row_channels,), ())
-                        value = jnp.where(keep, old[j + n], value)
-                    _set_column(state, j, value, column_layout)
-
             for p in range(head_tokens):
 
                 @pl.when(p < length)
                 def _(p=p):
-                    y = _taps(history[p : p + taps], weights, offset, activation, qkv.dtype)
-                    store(out_g.at[start + p, channels], y)
+                    output(start + p, history[p : p + taps])
+
+            finish_window()
 
         @pl.when((length > 0) & jnp.logical_not(live))
         def _():
-            def clear(t, _):
-                store(out_g.at[t, channels], zero(row_layout, row_channels))
-                return 0
-
-            lax.fori_loop(start, jnp.minimum(end, start + head_tokens), clear, 0)
+            clear_tokens(out_g, channels, row_layout, start, jnp.minimum(end, start + head_tokens))
 
     def over_rows(off_g, hits):
         """The first and last row that `hits(start, end)` names (batch, -1 if none), and the greatest offset."""
@@ -274,37 +323,29 @@ def conv1d(
         first, last, top = lax.fori_loop(0, -(-batch // width), scan, tuple(init))
         return jnp.min(first), jnp.max(last), jnp.maximum(jnp.max(top), jnp.clip(off_g[0], 0, total))
 
-    def block_program(i, x_g, w_g, bias_g, slot_g, off_g, out_g, tokens_s, weights_s, barrier):
+    def block_program(i, x_g, w_g, bias_g, slot_g, off_g, out_g, tokens_s, weights_s, arrived):
         low = lax.div(i, block_groups) * block_tokens
         high = jnp.minimum(low + block_tokens, total)
+        base = jnp.clip(low - window, 0, total - tile_tokens)
         channels = pl.ds(lax.rem(i, block_groups) * block_channels, block_channels)
 
-        # Most blocks lie inside one row, so the tokens are asked for before it is known whose they are.
-        base = jnp.clip(low - window, 0, total - tile_tokens)
-        if bulk:
-            plgpu.copy_gmem_to_smem(x_g.at[pl.ds(base, tile_tokens), channels], tokens_s, barrier)
-        else:
+        def ask_inputs():
+            if bulk_tokens:
+                plgpu.copy_gmem_to_smem(x_g.at[pl.ds(base, tile_tokens), channels], tokens_s, arrived)
+            else:
 
-            def fetch(p, _):
-                x = plgpu.load(x_g.at[base + p, channels], layout=block_layout, optimized=False)
-                store(tokens_s.at[p], x)
-                return 0
+                def fetch(p, _):
+                    x = plgpu.load(x_g.at[base + p, channels], layout=block_layout, optimized=False)
+                    store(tokens_s.at[p], x)
+                    return 0
 
-            lax.fori_loop(0, tile_tokens, fetch, 0)
-        for j, weight in enumerate(_columns(w_g.at[channels], math.gcd(_THREADS, block_channels))):
-            store(weights_s.at[j], weight)
-        offset = load(bias_g.at[channels], block_layout)
-        plgpu.commit_smem()
-        weights = [load(weights_s.at[j], block_layout) for j in range(taps)]
-
-        def token(t):
-            return load(tokens_s.at[t - base], block_layout)
-
-        def advance(t, history):
-            history = (*history, token(t))
-            y = _taps(history, weights, offset, activation, qkv.dtype)
-            store(out_g.at[t, channels], y)
-            return history[1:]
+                lax.fori_loop(0, tile_tokens, fetch, 0)
+            columns = _columns(w_g.at[channels], math.gcd(_THREADS, block_channels))
+            for j, column in enumerate(columns):
+                store(weights_s.at[j], column)
+            plgpu.commit_smem()
+            weights = [load(weights_s.at[j], block_layout) for j in range(taps)]
+            return weights, load(bias_g.at[channels], block_layout)
 
         def body_of(b):
             start, end = (jnp.clip(off_g[b + k], 0, total) for k in (0, 1))
@@ -313,88 +354,125 @@ def conv1d(
         def has_body(start, end):
             return jnp.maximum(start + head_tokens, low) < jnp.minimum(end, high)
 
-        def clear(t, _):
-            zeros = plgpu.layout_cast(jnp.zeros((block_channels,), qkv.dtype), block_layout)
-            store(out_g.at[t, channels], zeros)
-            return 0
+        def compute(first, last, weights, offset):
+            def token(t):
+                return load(tokens_s.at[t - base], block_layout)
 
-        first, last, top = over_rows(off_g, has_body)
-        b = jnp.minimum(first, batch - 1)
-        begin, stop = body_of(b)
-        whole = (begin == low) & (stop == low + block_tokens) & is_row_of(slot_g[b], max_slots)
-        if bulk:
-            plgpu.barrier_wait(barrier)
+            def before(t):
+                return tuple(token(t - window + j) for j in range(window))
 
-        @pl.when(whole)
-        def _():
+            def advance(t, history):
+                history = (*history, token(t))
+                y = _taps(history, weights, offset, activation, qkv.dtype)
+                store(out_g.at[t, channels], y)
+                return history[1:]
+
             def steps(j, history):
                 for p in range(step):
                     history = advance(low + j * step + p, history)
                 return history
 
-            history = tuple(token(low - window + j) for j in range(window))
-            lax.fori_loop(0, block_tokens // step, steps, history)
-
-        @pl.when(jnp.logical_not(whole))
-        def _():
             def row(b, _):
                 begin, stop = body_of(b)
                 live = is_row_of(slot_g[b], max_slots)
 
                 @pl.when(live & (begin < stop))
                 def _():
-                    history = tuple(token(begin - window + j) for j in range(window))
-                    lax.fori_loop(begin, stop, advance, history)
+                    lax.fori_loop(begin, stop, advance, before(begin))
 
                 @pl.when(jnp.logical_not(live))
                 def _():
-                    lax.fori_loop(begin, stop, clear, 0)
+                    clear_tokens(out_g, channels, block_layout, begin, stop)
 
                 return 0
 
-            lax.fori_loop(first, last + 1, row, 0)
+            begin, stop = body_of(first)
+            whole = (begin == low) & (stop == low + block_tokens) & is_row_of(slot_g[first], max_slots)
 
-            # Whatever the offsets do, every token from the first offset to the greatest lies in a row; if they only
-            # grow, no token before the first does.
-            lax.fori_loop(jnp.maximum(low, top), high, clear, 0)
+            @pl.when(whole)
+            def _():
+                lax.fori_loop(0, block_tokens // step, steps, before(low))
 
-            def clear_uncovered(t, _):
-                some, _, _ = over_rows(off_g, lambda start, end: (start <= t) & (t < end))
+            @pl.when(jnp.logical_not(whole))
+            def _():
+                lax.fori_loop(first, last + 1, row, 0)
 
-                @pl.when(some == batch)
-                def _():
-                    clear(t, 0)
+        def wait_inputs():
+            if bulk_tokens:
+                plgpu.barrier_wait(arrived)
 
-                return 0
+        # Most blocks lie inside one row, so where rows are long the tokens are asked for before it is known whose
+        # they are.
+        inputs = ask_inputs() if cut.eager else None
+        first, last, top = over_rows(off_g, has_body)
 
-            lax.fori_loop(low, jnp.minimum(jnp.clip(off_g[0], 0, total), high), clear_uncovered, 0)
+        @pl.when(first <= last)
+        def _():
+            ready = inputs or ask_inputs()
+            wait_inputs()
+            compute(first, last, *ready)
 
-    row_programs = batch * row_groups
+        if cut.eager:
 
-    def body(x_g, w_g, bias_g, slot_g, off_g, has_g, state_g, out_g, *scratch):
+            @pl.when(first > last)
+            def _():
+                wait_inputs()
+
+        # Whatever the offsets do, every token from the first offset to the greatest lies in a row; if they only
+        # grow, no token before the first does.
+        clear_tokens(out_g, channels, block_layout, jnp.maximum(low, top), high)
+
+        def clear_uncovered(t, _):
+            some, _, _ = over_rows(off_g, lambda start, end: (start <= t) & (t < end))
+
+            @pl.when(some == batch)
+            def _():
+                clear_tokens(out_g, channels, block_layout, t, t + 1)
+
+            return 0
+
+        lax.fori_loop(low, jnp.minimum(jnp.clip(off_g[0], 0, total), high), clear_uncovered, 0)
+
+    # The kind with fewer programs goes first: its latency then hides behind the other.
+    rows_first = row_programs <= block_programs
+    leading = row_programs if rows_first else block_programs
+
+    def body(
+        x_g, w_g, bias_g, slot_g, off_g, has_g, state_g, out_g, tokens_s, weights_s, window_s, tokens_in, window_in
+    ):
         i = lax.axis_index("program")
 
-        @pl.when(i < row_programs)
-        def _():
-            row_program(i, x_g, w_g, bias_g, slot_g, off_g, has_g, out_g, state_g)
+        def rows(i):
+            row_program(i, x_g, w_g, bias_g, slot_g, off_g, has_g, out_g, state_g, window_s, window_in)
 
-        @pl.when(i >= row_programs)
+        def blocks(i):
+            block_program(i, x_g, w_g, bias_g, slot_g, off_g, out_g, tokens_s, weights_s, tokens_in)
+
+        @pl.when(i < leading)
         def _():
-            block_program(i - row_programs, x_g, w_g, bias_g, slot_g, off_g, out_g, *scratch)
+            (rows if rows_first else blocks)(i)
+
+        @pl.when(i >= leading)
+        def _():
+            (blocks if rows_first else rows)(i - leading)
 
     kernel = plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((total, conv_dim), qkv.dtype),
-        grid=(row_programs + blocks * block_groups,),
+        grid=(row_programs + block_programs,),
         grid_names=("program",),
         scratch_types=[
             plgpu.SMEM((tile_tokens, block_channels), qkv.dtype),
             plgpu.SMEM((taps, block_channels), f32),
+            plgpu.SMEM((row_channels * window,), conv_state.dtype),
+            plgpu.Barrier(),
             plgpu.Barrier(),
         ],
-        compiler_params=compiler_params().replace(approx_math=_APPROX),
+        # Approximate here means the single instructions for exp2 and rsqrt, good to 2^-22.
+        compiler_params=compiler_params().replace(approx_math=True),
         interpret=interpret,
     )
-    state = jax.new_ref(conv_state)
+    runs = (max_slots, -1, row_channels) if bulk_window else conv_state.shape
+    state = jax.new_ref(conv_state.reshape(runs))
     out = kernel(qkv, weight, bias, slot_idx, input_row_offsets, has_initial_state, state)
-    return out, jax.freeze(state)
+    return out, jax.freeze(state).reshape(conv_state.shape)
