@@ -236,6 +236,24 @@ def test_ragged_mixture(layer):
     assert np.isnan(cache.conv_state[untouched]).all()
 
 
+def test_nothing_to_do(layer):
+    """No tokens, no rows: the cache keeps its bits."""
+    cache = jax.tree.map(lambda pool: jnp.full_like(pool, jnp.nan), layer.init_cache(3))
+    for x, slots, offsets in (
+        (tokens(0), np.array([1, 2]), np.zeros(3, int)),
+        (tokens(4), np.zeros(0, int), np.zeros(1, int)),
+        (tokens(4), np.array([1, -1]), np.array([2, 2, 4])),
+    ):
+        y, new = layer(x, cache, slot_idx=slots, input_row_offsets=offsets)
+        assert y.shape == x.shape
+        assert_zero(y)
+        for now, then in zip(jax.tree.leaves(new), jax.tree.leaves(cache), strict=True):
+            assert_same_bits(now, then)
+    assert layer(tokens(2, 0)).shape == (2, 0, CONFIG.hidden_size)
+    assert layer(tokens(0, 3), lengths=np.zeros(0, int)).shape == (0, 3, CONFIG.hidden_size)
+    assert layer(tokens(2, 0), attention_mask=np.ones((2, 0))).shape == (2, 0, CONFIG.hidden_size)
+
+
 def test_one_compilation_for_all_batches(layer):
     cache = layer.init_cache(4)
     traces = 0

@@ -20,7 +20,6 @@ from gdn_jax import (
     gated_delta_ring_record_elements,
 )
 from gdn_jax._checks import Arguments
-from gdn_jax._ragged import is_live, row_bounds
 from gdn_jax.flax import hf
 from gdn_jax.flax.cache import GatedDeltaCache, HeldCache
 from gdn_jax.flax.config import GatedDeltaNetConfig
@@ -255,18 +254,25 @@ class GatedDeltaNet(nnx.Module):
         fresh = args.flags("has_initial_state", has_initial_state, args.sizes["batch_size"])
         qkv, gates, z = self._project(x)
         conv, conv_state = self._conv(qkv, cache.conv_state, *rows, fresh, write_state=False)
-        out, ring, recurrent_state = gated_delta_recurrence_verify_ring(
-            self._fused_channels(conv),
-            *gates,
-            cache.recurrent_state,
-            ring,
-            rows[0],
-            args.indices("ring_slot_idx", ring_slot_idx, ("batch_size",)),
-            rows[1],
-            has_initial_state=fresh,
-            implementation=self.implementation,
-        )
-        y = self._output(out, z, _in_live_row(x.shape[0], *rows, cache.recurrent_state.shape[0]))
+
+        def verify(conv, decay, beta, state, ring, slot_idx, ring_slot_idx, offsets, fresh):
+            return gated_delta_recurrence_verify_ring(
+                conv,
+                decay,
+                beta,
+                state,
+                ring,
+                slot_idx,
+                ring_slot_idx,
+                offsets,
+                has_initial_state=fresh,
+                implementation=self.implementation,
+            )
+
+        ring_slot_idx = args.indices("ring_slot_idx", ring_slot_idx, ("batch_size",))
+        by_heads = (self._fused_channels(conv), *gates, cache.recurrent_state, ring)
+        out, ring, recurrent_state = self._on_own_heads(verify, by_heads, (rows[0], ring_slot_idx, rows[1], fresh), 3)
+        y = self._output(out, z)
         return y, GatedDeltaCache(conv_state, recurrent_state), ring, qkv
 
     def load_hf(self, state_dict: Mapping[str, Any], *, prefix: str | None = None) -> None:
@@ -320,9 +326,9 @@ class GatedDeltaNet(nnx.Module):
             offsets = jnp.append(start, batch_size * seq_len)
         else:
             x = jnp.where(real[..., None], x, 0)
-            # Rows alternate with the padding between them, in foreign slots.
-            offsets = jnp.stack([start + first, start + last], axis=1).reshape(-1)
-            slots = jnp.stack([slots, jnp.full_like(slots, -1)], axis=1).reshape(-1)[:-1]
+            # Every row is followed by one in a foreign slot, up to where the next one begins.
+            offsets = jnp.append(jnp.stack([start + first, start + last], axis=1), batch_size * seq_len)
+            slots = jnp.stack([slots, jnp.full_like(slots, -1)], axis=1).reshape(-1)
         pools = self.init_cache(batch_size)
         fresh = jnp.zeros(slots.shape, bool)
         y, _ = self._rows(x.reshape(-1, hidden_size), pools, slots, offsets, fresh)
@@ -360,17 +366,24 @@ class GatedDeltaNet(nnx.Module):
         rows = (slot_idx, input_row_offsets)
         qkv, gates, z = self._project(x)
         conv, conv_state = self._conv(qkv, cache.conv_state, *rows, fresh, write_state=True)
-        out, recurrent_state = gated_delta_recurrence_fwd(
-            self._fused_channels(conv),
-            *gates,
-            cache.recurrent_state,
-            *rows,
-            has_initial_state=fresh,
-            algorithm=self.algorithm,
-            precision=self.precision,
-            implementation=self.implementation,
-        )
-        y = self._output(out, z, _in_live_row(x.shape[0], *rows, cache.recurrent_state.shape[0]))
+
+        def forward(conv, decay, beta, state, slot_idx, offsets, fresh):
+            return gated_delta_recurrence_fwd(
+                conv,
+                decay,
+                beta,
+                state,
+                slot_idx,
+                offsets,
+                has_initial_state=fresh,
+                algorithm=self.algorithm,
+                precision=self.precision,
+                implementation=self.implementation,
+            )
+
+        by_heads = (self._fused_channels(conv), *gates, cache.recurrent_state)
+        out, recurrent_state = self._on_own_heads(forward, by_heads, (*rows, fresh), 2)
+        y = self._output(out, z)
         return y, GatedDeltaCache(conv_state, recurrent_state)
 
     def _project(self, x):
@@ -391,18 +404,19 @@ class GatedDeltaNet(nnx.Module):
             implementation=self.implementation,
         )
 
-    def _output(self, out, z, live):
+    def _output(self, out, z):
         """Gated norm per value head, and the projection back to the hidden size."""
         c = self.config
         out = out.reshape(-1, c.num_value_heads, c.value_head_dim).astype(jnp.float32)
-        gate = {"silu": nnx.silu, "sigmoid": nnx.sigmoid}[c.output_gate]
-        norm = jax.lax.rsqrt(jnp.mean(out * out, axis=-1, keepdims=True) + c.rms_norm_eps)
-        out = out * norm * self.norm_weight[...].astype(jnp.float32)
-        out = out * gate(z.reshape(out.shape).astype(jnp.float32))
-        # The recurrence gives zeros for padding, but z comes from x, which may hold anything there.
-        out = jnp.where(live[:, None, None], out, 0.0).reshape(z.shape).astype(z.dtype)
+        mean_square = jnp.mean(out * out, axis=-1, keepdims=True)
+        normed = out * jax.lax.rsqrt(mean_square + c.rms_norm_eps) * self.norm_weight[...].astype(jnp.float32)
+        # The recurrence gives zeros for padding, but z comes from x, which may hold NaN there.
+        gate = z.reshape(out.shape).astype(jnp.float32)
+        gate = jnp.where((mean_square == 0) & ~jnp.isfinite(gate), 0.0, gate)
+        gate = {"silu": nnx.silu, "sigmoid": nnx.sigmoid}[c.output_gate](gate)
+        gated = (normed * gate).reshape(z.shape).astype(z.dtype)
         replicated = PartitionSpec() if self._explicit_head_axis() is not None else None
-        return self.out_proj(out, out_sharding=replicated)
+        return self.out_proj(gated, out_sharding=replicated)
 
     def _fused_channels(self, conv):
         """Rows in the order `[Q | K | V]`, of all heads or of those on each device."""
@@ -420,6 +434,20 @@ class GatedDeltaNet(nnx.Module):
         ends = np.cumsum([c.key_dim, c.key_dim]) // self.head_shards
         blocks = jnp.split(by_shard, ends, axis=-1)
         return jnp.concatenate([block.reshape(conv.shape[0], -1) for block in blocks], axis=-1)
+
+    def _on_own_heads(self, call, by_heads, whole, num_outputs):
+        """`call(*by_heads, *whole)`; on an explicit mesh, each device with the fused rows of its own heads."""
+        axis = self._explicit_head_axis()
+        if axis is None:
+            return call(*by_heads, *whole)
+        heads = PartitionSpec(None, axis)
+        return jax.shard_map(
+            call,
+            mesh=jax.typeof(by_heads[0]).sharding.mesh,
+            in_specs=(heads,) * len(by_heads) + (PartitionSpec(),) * len(whole),
+            out_specs=(heads,) * num_outputs,
+            check_vma=False,
+        )(*by_heads, *whole)
 
     def _explicit_head_axis(self):
         """The explicit mesh axis that the heads are split over, or None."""
@@ -442,11 +470,3 @@ def _refuse(arguments: Mapping[str, Any], reason: str) -> None:
     for name, value in arguments.items():
         if value is not None:
             raise ValueError(f"GatedDeltaNet: {name} is given, but {reason}")
-
-
-def _in_live_row(total_seq_len, slot_idx, input_row_offsets, max_slots):
-    """`[total_seq_len]` bool: which tokens belong to a row whose slot is in the pool."""
-    start, length = row_bounds(input_row_offsets, total_seq_len)
-    one = is_live(slot_idx, max_slots).astype(jnp.int32)
-    depth = jnp.zeros((total_seq_len + 1,), jnp.int32).at[start].add(one).at[start + length].add(-one)
-    return jnp.cumsum(depth)[:-1] > 0

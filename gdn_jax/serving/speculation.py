@@ -140,8 +140,8 @@ def commit(
 ) -> SpeculativePools:
     """Bring the states of all layers to the end of each row's accepted prefix.
 
-    One `gated_delta_state_fold` folds every layer, and one pass of the convolution moves every layer's windows. With
-    float32 rings the result equals, bit for bit, a step over the accepted tokens with `algorithm="recurrent"`.
+    One `gated_delta_state_fold` folds every layer, and one pass of the convolution moves every layer's windows. With a
+    float32 ring both are, bit for bit, what a call with `algorithm="recurrent"` leaves after the accepted tokens alone.
 
     Args:
         pools: as the verify of the last layer left them.
