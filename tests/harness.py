@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import gdn_jax
+from tests import shapes
 
 # The contract's budgets: relative error against the oracle, by algorithm and token dtype.
 OUTPUT_BUDGET = {
@@ -89,6 +90,13 @@ def ring_of(heads, ring_rows: int, ring_len: int, padding: int = 0, fill: float 
     return np.full(heads.ring_shape(ring_rows, ring_len, padding), fill, np.float32)
 
 
+def small_heads(variant):
+    """A small geometry that this (implementation, algorithm) serves."""
+    implementation, algorithm = variant
+    small = shapes.HEADS["small"]
+    return small if implementation.name_for(small, algorithm) else shapes.HEADS["small_64"]
+
+
 @dataclasses.dataclass(frozen=True)
 class Implementation:
     """One row of the implementation table, called by name, NumPy in and NumPy out.
@@ -99,13 +107,25 @@ class Implementation:
 
     name: str
 
-    def refuses(self, operation: str, arguments, options) -> bool:
+    def serves(self, heads: tuple[int, int], algorithm: str = "auto", precision: str | None = None) -> bool:
+        """Whether the recurrence, its verify and its fold take these ``(key_head_dim, value_head_dim)``."""
         if self.name != "mosaic_gpu":
-            return False
+            return True
+        if algorithm == "chunked":
+            return precision is None and all(dim in (64, 128, 256) for dim in heads)
+        return all(dim % 16 == 0 and 16 <= dim <= 256 for dim in heads)
+
+    def name_for(self, heads, algorithm: str = "auto") -> str | None:
+        """The name to ask for, or None, the automatic choice, where this implementation would refuse."""
+        dims = heads.key_head_dim, heads.value_head_dim
+        return self.name if self.serves(dims, algorithm) else None
+
+    def refuses(self, operation: str, arguments, options) -> bool:
         if operation == "gated_delta_conv1d_fwd":
             return False
         pool = arguments[0] if operation == "gated_delta_state_fold" else arguments[3]
-        return any(dim % 16 or not 16 <= dim <= 256 for dim in np.shape(pool)[-2:])
+        selection = {name: options[name] for name in ("algorithm", "precision") if name in options}
+        return not self.serves(np.shape(pool)[-2:], **selection)
 
     def call(self, operation: str, *arguments, **options) -> tuple[np.ndarray, ...]:
         function = getattr(gdn_jax, operation)

@@ -58,6 +58,7 @@ class Heads:
 
 HEADS = {
     "small": Heads(2, 6, 32, 32),
+    "small_64": Heads(2, 6, 64, 64),
     "ungrouped": Heads(2, 2, 16, 16),
     "wide_key": Heads(2, 4, 64, 32),
     "wide_value": Heads(2, 4, 32, 64),

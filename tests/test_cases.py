@@ -22,6 +22,7 @@ from tests.harness import (
     assert_zero,
     poisoned,
     ring_of,
+    small_heads,
     state_budget,
 )
 
@@ -346,9 +347,10 @@ SPLITS = [(130,), (64, 66), (1, 129), (129, 1), (3, 127), (2,) * 65]
 
 def test_split_1(variant):
     """However a sequence is cut into calls, outputs and states are the same."""
+    heads = small_heads(variant)
     implementation, algorithm = variant
-    tokens = shapes.trained_tokens(SMALL, 130, seed=13)
-    pool = shapes.state_pool(SMALL, 2)
+    tokens = shapes.trained_tokens(heads, 130, seed=13)
+    pool = shapes.state_pool(heads, 2)
     slot = np.array([1], np.int32)
     whole = implementation.recurrence(tokens, pool, slot, np.array([0, 130], np.int32), algorithm=algorithm)
     expected_out, expected_pool = oracle.recurrence(*tokens, pool, slot, [0, 130])
@@ -399,8 +401,8 @@ SPLIT_2_LENGTHS = (1, 2, 15, 16, 17, 31, 33, 63, 64, 65, 127, 128, 129, 200)
 @pytest.mark.parametrize("token_dtype", ["float32", "bfloat16"])
 def test_split_2(chunked, token_dtype):
     """A chunked prefill of any length, then decode, stays within the budget."""
+    heads = small_heads(chunked)
     implementation, algorithm = chunked
-    heads = SMALL
     pool = shapes.state_pool(heads, 2)
     slot = np.array([1], np.int32)
     longest = max(SPLIT_2_LENGTHS)
@@ -429,11 +431,12 @@ def test_split_2(chunked, token_dtype):
 @pytest.mark.parametrize("poison", POISONS)
 def test_ragged_1(variant, poison):
     """Empty rows change no bit, wherever they stand, and a call without tokens returns."""
+    heads = small_heads(variant)
     implementation, algorithm = variant
     lengths = (0, 5, 0, 4, 0)
     slots = np.array([4, 2, 0, 5, 1], np.int32)
-    tokens = shapes.trained_tokens(SMALL, 9, seed=15)
-    pool = poisoned(shapes.state_pool(SMALL, 6), [2, 5], poison)
+    tokens = shapes.trained_tokens(heads, 9, seed=15)
+    pool = poisoned(shapes.state_pool(heads, 6), [2, 5], poison)
     offsets = shapes.row_offsets(lengths)
     out, new_pool = implementation.recurrence(tokens, pool, slots, offsets, algorithm=algorithm)
     expected_out, expected_pool = oracle.recurrence(*tokens, pool, slots, offsets)
@@ -441,11 +444,11 @@ def test_ragged_1(variant, poison):
     assert_close(new_pool[[2, 5]], expected_pool[[2, 5]], OUTPUT_BUDGET[algorithm, "float32"])
     assert_other_rows_kept(new_pool, pool, [2, 5])
 
-    nothing = shapes.trained_tokens(SMALL, 0)
+    nothing = shapes.trained_tokens(heads, 0)
     for batch_size in (5, 1):
         rows = np.zeros(batch_size + 1, np.int32)
         out, new_pool = implementation.recurrence(nothing, pool, slots[:batch_size], rows, algorithm=algorithm)
-        assert out.shape == (0, SMALL.value_dim)
+        assert out.shape == (0, heads.value_dim)
         assert_same_bits(new_pool, pool)
 
 
@@ -469,12 +472,13 @@ def test_ragged_1_conv(implementation):
 @pytest.mark.parametrize("last", [50, 0])
 def test_ragged_2(variant, last):
     """A buffer longer than its rows: NaN in the tail reaches nothing."""
+    heads = small_heads(variant)
     implementation, algorithm = variant
     offsets = np.array([0, min(last, 30), last], np.int32)
-    tokens = shapes.trained_tokens(SMALL, 64, seed=16)
+    tokens = shapes.trained_tokens(heads, 64, seed=16)
     for array in tokens:
         array[last:] = np.nan
-    pool = shapes.state_pool(SMALL, 3)
+    pool = shapes.state_pool(heads, 3)
     slots = np.array([2, 0], np.int32)
     out, new_pool = implementation.recurrence(tokens, pool, slots, offsets, algorithm=algorithm)
     expected_out, expected_pool = oracle.recurrence(*tokens, pool, slots, offsets)
@@ -520,15 +524,16 @@ def test_ragged_3(implementation):
 @pytest.mark.parametrize("length", [64, 200])
 def test_gate_1(variant, length):
     """Decays whose products underflow; a decay of 0 is a reset."""
+    heads = small_heads(variant)
     implementation, algorithm = variant
-    tokens = shapes.resetting_tokens(SMALL, length, seed=19)
-    pool = shapes.state_pool(SMALL, 2)
+    tokens = shapes.resetting_tokens(heads, length, seed=19)
+    pool = shapes.state_pool(heads, 2)
     slot, offsets = np.array([0], np.int32), np.array([0, length], np.int32)
     out, new_pool = implementation.recurrence(tokens, pool, slot, offsets, algorithm=algorithm)
     expected_out, expected_pool = oracle.recurrence(*tokens, pool, slot, offsets)
     budget = OUTPUT_BUDGET[algorithm, "float32"]
     # Head by head, so that a head that lost its past cannot hide among the others.
-    by_head = lambda x: np.asarray(x).reshape(length, 6, 32).swapaxes(0, 1)  # noqa: E731
+    by_head = lambda x: np.asarray(x).reshape(length, heads.num_value_heads, -1).swapaxes(0, 1)  # noqa: E731
     for head, (value, reference) in enumerate(zip(by_head(out), by_head(expected_out), strict=True)):
         assert_close(value, reference, budget, f"head {head}")
         assert_close(new_pool[0, head], expected_pool[0, head], budget, f"state of head {head}")
@@ -536,12 +541,13 @@ def test_gate_1(variant, length):
 
 def test_gate_1_reset(variant):
     """After a decay of 0, what came before has no influence, infinite or not a number though it be."""
+    heads = small_heads(variant)
     implementation, algorithm = variant
-    tokens = shapes.trained_tokens(SMALL, 40, seed=20)
+    tokens = shapes.trained_tokens(heads, 40, seed=20)
     tokens.decay[17] = 0
     slot, offsets = np.array([0], np.int32), np.array([0, 40], np.int32)
-    out, new_pool = implementation.recurrence(tokens, shapes.state_pool(SMALL, 2), slot, offsets, algorithm=algorithm)
-    expected_out, expected_pool = oracle.recurrence(*tokens[17:], np.zeros(SMALL.state_shape(2)), slot, [0, 23])
+    out, new_pool = implementation.recurrence(tokens, shapes.state_pool(heads, 2), slot, offsets, algorithm=algorithm)
+    expected_out, expected_pool = oracle.recurrence(*tokens[17:], np.zeros(heads.state_shape(2)), slot, [0, 23])
     assert_close(out[17:], expected_out, OUTPUT_BUDGET[algorithm, "float32"])
     assert_close(new_pool[0], expected_pool[0], OUTPUT_BUDGET[algorithm, "float32"])
 
@@ -549,9 +555,10 @@ def test_gate_1_reset(variant):
 @pytest.mark.parametrize("alternate", [False, True])
 def test_gate_2(variant, alternate):
     """One key 256 times with beta 1: the powers that a careless inverse takes overflow."""
+    heads = small_heads(variant)
     implementation, algorithm = variant
-    tokens = shapes.repeated_keys(SMALL, 256, seed=21, alternate=alternate)
-    pool = shapes.state_pool(SMALL, 2)
+    tokens = shapes.repeated_keys(heads, 256, seed=21, alternate=alternate)
+    pool = shapes.state_pool(heads, 2)
     slot, offsets = np.array([0], np.int32), np.array([0, 256], np.int32)
     out, new_pool = implementation.recurrence(tokens, pool, slot, offsets, algorithm=algorithm)
     expected_out, expected_pool = oracle.recurrence(*tokens, pool, slot, offsets)
@@ -562,12 +569,13 @@ def test_gate_2(variant, alternate):
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3])
 def test_norm_1(variant, scale):
     """The length of q and k does not matter, but for the epsilon."""
+    heads = small_heads(variant)
     implementation, algorithm = variant
-    tokens = shapes.trained_tokens(SMALL, 70, seed=22)
+    tokens = shapes.trained_tokens(heads, 70, seed=22)
     qkv = tokens.qkv.copy()
-    qkv[:, :128] *= np.float32(scale)
+    qkv[:, : heads.conv_dim - heads.value_dim] *= np.float32(scale)
     scaled = shapes.Tokens(qkv, tokens.decay, tokens.beta)
-    pool = shapes.state_pool(SMALL, 2)
+    pool = shapes.state_pool(heads, 2)
     slot, offsets = np.array([0], np.int32), np.array([0, 70], np.int32)
     out, new_pool = implementation.recurrence(scaled, pool, slot, offsets, algorithm=algorithm)
     budget = OUTPUT_BUDGET[algorithm, "float32"]
@@ -581,9 +589,10 @@ def test_norm_1(variant, scale):
 
 def test_norm_2(variant):
     """The epsilon stands on the sum of squares; rows of zeros are no division by zero."""
+    heads = small_heads(variant)
     implementation, algorithm = variant
-    tokens = shapes.zero_rows(SMALL, 60, seed=23)
-    pool = shapes.state_pool(SMALL, 2)
+    tokens = shapes.zero_rows(heads, 60, seed=23)
+    pool = shapes.state_pool(heads, 2)
     slot, offsets = np.array([0], np.int32), np.array([0, 60], np.int32)
     out, new_pool = implementation.recurrence(tokens, pool, slot, offsets, algorithm=algorithm)
     expected_out, expected_pool = oracle.recurrence(*tokens, pool, slot, offsets)
@@ -615,20 +624,23 @@ def test_norm_2_in_closed_form(variant):
 
 def test_heads_1(variant):
     """Value head h reads key head h // group_size."""
+    heads = small_heads(variant)
     implementation, algorithm = variant
-    tokens = shapes.trained_tokens(SMALL, 30, seed=25)
+    tokens = shapes.trained_tokens(heads, 30, seed=25)
     qkv = tokens.qkv.copy()
-    qkv[:, 96:128] = 0
+    second_key = 3 * heads.key_head_dim
+    qkv[:, second_key : second_key + heads.key_head_dim] = 0
+    third_value = 3 * heads.value_head_dim
     without = shapes.Tokens(qkv, tokens.decay, tokens.beta)
-    pool = shapes.state_pool(SMALL, 2)
+    pool = shapes.state_pool(heads, 2)
     slot, offsets = np.array([0], np.int32), np.array([0, 30], np.int32)
     out, new_pool = implementation.recurrence(tokens, pool, slot, offsets, algorithm=algorithm)
     out_without, pool_without = implementation.recurrence(without, pool, slot, offsets, algorithm=algorithm)
-    assert_same_bits(out_without[:, :96], out[:, :96], "value heads 0..2")
+    assert_same_bits(out_without[:, :third_value], out[:, :third_value], "value heads 0..2")
     assert_same_bits(pool_without[0, :3], new_pool[0, :3], "states 0..2")
     expected_out, expected_pool = oracle.recurrence(*without, pool, slot, offsets)
     budget = OUTPUT_BUDGET[algorithm, "float32"]
-    assert_close(out_without[:, 96:], expected_out[:, 96:], budget, "value heads 3..5")
+    assert_close(out_without[:, third_value:], expected_out[:, third_value:], budget, "value heads 3..5")
     assert_close(pool_without[0, 3:], expected_pool[0, 3:], budget, "states 3..5")
 
 
@@ -724,7 +736,7 @@ def test_jax_1(variant):
             offsets,
             has_initial_state=flags,
             algorithm=algorithm,
-            implementation=implementation.name,
+            implementation=implementation.name_for(heads, algorithm),
         )
 
     def compare(values, references, what):

@@ -18,6 +18,7 @@ from tests.harness import (
     assert_zero,
     poisoned,
     ring_of,
+    small_heads,
     state_budget,
 )
 
@@ -95,9 +96,10 @@ def test_recurrence_accuracy_by_heads(variant, heads_name):
 @pytest.mark.parametrize("pool_dtype", DTYPES)
 @pytest.mark.parametrize("token_dtype", DTYPES)
 def test_recurrence_accuracy_by_dtype(variant, token_dtype, pool_dtype):
-    tokens = shapes.trained_tokens(SMALL, NUM_TOKENS, token_dtype, seed=2)
-    pool = shapes.state_pool(SMALL, MAX_SLOTS, pool_dtype)
-    check_recurrence(variant, SMALL, tokens, pool, SLOTS, OFFSETS)
+    heads = small_heads(variant)
+    tokens = shapes.trained_tokens(heads, NUM_TOKENS, token_dtype, seed=2)
+    pool = shapes.state_pool(heads, MAX_SLOTS, pool_dtype)
+    check_recurrence(variant, heads, tokens, pool, SLOTS, OFFSETS)
 
 
 HARD_INPUTS = {
@@ -110,10 +112,11 @@ HARD_INPUTS = {
 @pytest.mark.parametrize("token_dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("hard", HARD_INPUTS)
 def test_recurrence_accuracy_on_hard_inputs(variant, hard, token_dtype):
-    tokens = HARD_INPUTS[hard](SMALL, 256, token_dtype, seed=3)
-    pool = shapes.state_pool(SMALL, 4)
+    heads = small_heads(variant)
+    tokens = HARD_INPUTS[hard](heads, 256, token_dtype, seed=3)
+    pool = shapes.state_pool(heads, 4)
     offsets = shapes.row_offsets((200, 56))
-    check_recurrence(variant, SMALL, tokens, pool, np.array([2, 0], np.int32), offsets)
+    check_recurrence(variant, heads, tokens, pool, np.array([2, 0], np.int32), offsets)
 
 
 @pytest.mark.parametrize("token_dtype", ["float32", "bfloat16"])
@@ -127,12 +130,13 @@ def test_recurrence_accuracy_over_a_long_row(variant, token_dtype):
 
 @pytest.mark.parametrize("hard", [None, *HARD_INPUTS])
 def test_chunked_at_highest_precision(chunked, hard):
+    heads = small_heads(chunked)
     make = shapes.trained_tokens if hard is None else HARD_INPUTS[hard]
-    tokens = make(SMALL, 256, seed=5)
-    pool = shapes.state_pool(SMALL, 4)
+    tokens = make(heads, 256, seed=5)
+    pool = shapes.state_pool(heads, 4)
     check_recurrence(
         chunked,
-        SMALL,
+        heads,
         tokens,
         pool,
         np.array([2, 0], np.int32),
@@ -168,11 +172,12 @@ def test_no_implementation_named():
 
 def test_decay_and_beta_of_lower_precision_are_upcast(variant):
     """Only the rounding of the inputs themselves may show."""
+    heads = small_heads(variant)
     bfloat16 = shapes.FLOAT_DTYPES["bfloat16"]
-    tokens = shapes.trained_tokens(SMALL, NUM_TOKENS, seed=7)
+    tokens = shapes.trained_tokens(heads, NUM_TOKENS, seed=7)
     rounded = shapes.Tokens(tokens.qkv, tokens.decay.astype(bfloat16), tokens.beta.astype(np.float16))
-    pool = shapes.state_pool(SMALL, MAX_SLOTS)
-    check_recurrence(variant, SMALL, rounded, pool, SLOTS, OFFSETS)
+    pool = shapes.state_pool(heads, MAX_SLOTS)
+    check_recurrence(variant, heads, rounded, pool, SLOTS, OFFSETS)
 
 
 # --- rows and slots
@@ -180,20 +185,22 @@ def test_decay_and_beta_of_lower_precision_are_upcast(variant):
 
 @pytest.mark.parametrize("poison", POISONS)
 def test_rows_that_are_not_named_keep_their_bits(variant, poison):
-    tokens = shapes.trained_tokens(SMALL, NUM_TOKENS, seed=8)
-    pool = poisoned(shapes.state_pool(SMALL, MAX_SLOTS), WRITTEN, poison)
-    check_recurrence(variant, SMALL, tokens, pool, SLOTS, OFFSETS)
+    heads = small_heads(variant)
+    tokens = shapes.trained_tokens(heads, NUM_TOKENS, seed=8)
+    pool = poisoned(shapes.state_pool(heads, MAX_SLOTS), WRITTEN, poison)
+    check_recurrence(variant, heads, tokens, pool, SLOTS, OFFSETS)
 
 
 @pytest.mark.parametrize("pool_dtype", ["bfloat16", "float16"])
 def test_rows_of_a_low_precision_pool_keep_their_bits(variant, pool_dtype):
     """Every bit pattern of 16 bits, the NaNs with payloads among them, outlives a call."""
-    tokens = shapes.trained_tokens(SMALL, NUM_TOKENS, seed=8)
-    pool = shapes.state_pool(SMALL, MAX_SLOTS, pool_dtype)
+    heads = small_heads(variant)
+    tokens = shapes.trained_tokens(heads, NUM_TOKENS, seed=8)
+    pool = shapes.state_pool(heads, MAX_SLOTS, pool_dtype)
     patterns = np.arange(2**16, dtype=np.uint16).view(pool.dtype)
     for row in np.setdiff1d(np.arange(MAX_SLOTS), WRITTEN):
         pool[row] = np.resize(np.roll(patterns, -4000 * row), pool[row].shape)
-    check_recurrence(variant, SMALL, tokens, pool, SLOTS, OFFSETS)
+    check_recurrence(variant, heads, tokens, pool, SLOTS, OFFSETS)
 
 
 FOREIGN_SLOTS = {
@@ -205,20 +212,22 @@ FOREIGN_SLOTS = {
 @pytest.mark.parametrize("index_dtype", FOREIGN_SLOTS)
 @pytest.mark.parametrize("poison", POISONS)
 def test_foreign_slots_read_and_write_nothing(variant, index_dtype, poison):
+    heads = small_heads(variant)
     foreign = FOREIGN_SLOTS[index_dtype]
     slots = np.array([*foreign, 4], dtype=index_dtype)
-    tokens = shapes.trained_tokens(SMALL, NUM_TOKENS, seed=9)
+    tokens = shapes.trained_tokens(heads, NUM_TOKENS, seed=9)
     qkv = tokens.qkv.copy()
     qkv[: OFFSETS[5]] = np.nan  # The tokens of padding rows.
     tokens = shapes.Tokens(qkv, tokens.decay, tokens.beta)
-    pool = poisoned(shapes.state_pool(SMALL, MAX_SLOTS), [4], poison)
-    check_recurrence(variant, SMALL, tokens, pool, slots, OFFSETS.astype(index_dtype))
+    pool = poisoned(shapes.state_pool(heads, MAX_SLOTS), [4], poison)
+    check_recurrence(variant, heads, tokens, pool, slots, OFFSETS.astype(index_dtype))
 
 
 def test_a_batch_of_padding_only(variant):
+    heads = small_heads(variant)
     implementation, algorithm = variant
-    tokens = shapes.trained_tokens(SMALL, NUM_TOKENS, seed=9)
-    pool = shapes.state_pool(SMALL, MAX_SLOTS)
+    tokens = shapes.trained_tokens(heads, NUM_TOKENS, seed=9)
+    pool = shapes.state_pool(heads, MAX_SLOTS)
     slots = np.full(len(MIXED), -1, np.int32)
     out, new_pool = implementation.recurrence(tokens, pool, slots, OFFSETS, algorithm=algorithm)
     assert_zero(out)
@@ -228,15 +237,16 @@ def test_a_batch_of_padding_only(variant):
 @pytest.mark.parametrize(("start", "spare"), [(0, 7), (7, 0), (3, 4)])
 def test_tokens_outside_every_row(variant, start, spare):
     """NaN before the first offset and after the last reaches nothing."""
+    heads = small_heads(variant)
     lengths = (5, 0, 1, 63, 17, 3)
     offsets = shapes.row_offsets(lengths, start)
-    tokens = shapes.trained_tokens(SMALL, NUM_TOKENS, seed=10)
+    tokens = shapes.trained_tokens(heads, NUM_TOKENS, seed=10)
     assert offsets[-1] + spare == NUM_TOKENS
     outside = np.r_[0:start, offsets[-1] : NUM_TOKENS]
     for array in tokens:
         array[outside] = np.nan
-    pool = shapes.state_pool(SMALL, MAX_SLOTS)
-    check_recurrence(variant, SMALL, tokens, pool, SLOTS, offsets)
+    pool = shapes.state_pool(heads, MAX_SLOTS)
+    check_recurrence(variant, heads, tokens, pool, SLOTS, offsets)
 
 
 MALFORMED_OFFSETS = {
@@ -252,36 +262,40 @@ MALFORMED_OFFSETS = {
 
 @pytest.mark.parametrize("malformed", MALFORMED_OFFSETS)
 def test_malformed_offsets(variant, malformed):
+    heads = small_heads(variant)
     values, dtype = MALFORMED_OFFSETS[malformed]
     offsets = np.array(values, dtype)
-    tokens = shapes.trained_tokens(SMALL, NUM_TOKENS, seed=11)
+    tokens = shapes.trained_tokens(heads, NUM_TOKENS, seed=11)
     owned = oracle.owners(SLOTS, offsets, MAX_SLOTS, NUM_TOKENS)
     for array in tokens:
         array[owned == 0] = np.nan
-    pool = shapes.state_pool(SMALL, MAX_SLOTS)
-    check_recurrence(variant, SMALL, tokens, pool, SLOTS, offsets)
+    pool = shapes.state_pool(heads, MAX_SLOTS)
+    check_recurrence(variant, heads, tokens, pool, SLOTS, offsets)
 
 
 def test_rows_that_start_from_zeros(variant):
+    heads = small_heads(variant)
     has_initial_state = np.array([True, True, False, False, True, False])
-    tokens = shapes.trained_tokens(SMALL, NUM_TOKENS, seed=12)
-    pool = shapes.state_pool(SMALL, MAX_SLOTS)
+    tokens = shapes.trained_tokens(heads, NUM_TOKENS, seed=12)
+    pool = shapes.state_pool(heads, MAX_SLOTS)
     pool[SLOTS[~has_initial_state]] = np.nan
-    check_recurrence(variant, SMALL, tokens, pool, SLOTS, OFFSETS, has_initial_state=has_initial_state)
+    check_recurrence(variant, heads, tokens, pool, SLOTS, OFFSETS, has_initial_state=has_initial_state)
 
 
 def test_an_empty_row_that_starts_from_zeros_keeps_its_slot(variant):
-    tokens = shapes.trained_tokens(SMALL, NUM_TOKENS, seed=12)
-    pool = shapes.state_pool(SMALL, MAX_SLOTS)
+    heads = small_heads(variant)
+    tokens = shapes.trained_tokens(heads, NUM_TOKENS, seed=12)
+    pool = shapes.state_pool(heads, MAX_SLOTS)
     has_initial_state = np.zeros(len(MIXED), bool)
-    _, new_pool = check_recurrence(variant, SMALL, tokens, pool, SLOTS, OFFSETS, has_initial_state=has_initial_state)
+    _, new_pool = check_recurrence(variant, heads, tokens, pool, SLOTS, OFFSETS, has_initial_state=has_initial_state)
     assert_same_bits(new_pool[SLOTS[1]], pool[SLOTS[1]])
 
 
 def test_no_flags_means_that_every_row_reads_its_slot(variant):
+    heads = small_heads(variant)
     implementation, algorithm = variant
-    tokens = shapes.trained_tokens(SMALL, NUM_TOKENS, seed=13)
-    pool = shapes.state_pool(SMALL, MAX_SLOTS)
+    tokens = shapes.trained_tokens(heads, NUM_TOKENS, seed=13)
+    pool = shapes.state_pool(heads, MAX_SLOTS)
     run = lambda **options: implementation.recurrence(  # noqa: E731
         tokens, pool, SLOTS, OFFSETS, algorithm=algorithm, **options
     )
@@ -291,14 +305,15 @@ def test_no_flags_means_that_every_row_reads_its_slot(variant):
 
 @pytest.mark.parametrize(("num_tokens", "batch_size", "max_slots"), [(0, 3, 5), (4, 0, 5), (4, 2, 0)])
 def test_empty_dimensions(variant, num_tokens, batch_size, max_slots):
+    heads = small_heads(variant)
     implementation, algorithm = variant
-    tokens = shapes.trained_tokens(SMALL, num_tokens)
-    pool = shapes.state_pool(SMALL, max_slots)
+    tokens = shapes.trained_tokens(heads, num_tokens)
+    pool = shapes.state_pool(heads, max_slots)
     slots = np.arange(batch_size, dtype=np.int32)
     offsets = np.full(batch_size + 1, num_tokens, np.int32)
     offsets[0] = 0
     out, new_pool = implementation.recurrence(tokens, pool, slots, offsets, algorithm=algorithm)
-    assert out.shape == (num_tokens, SMALL.value_dim)
+    assert out.shape == (num_tokens, heads.value_dim)
     assert_zero(out)
     assert_same_bits(new_pool, pool)
 
