@@ -423,9 +423,9 @@ def conv1d(
         clear_tokens(out_g, channels, block_layout, jnp.maximum(low, top), high)
 
         def clear_uncovered(t, _):
-            some, _, _ = over_rows(off_g, lambda start, end: (start <= t) & (t < end))
+            holder = over_rows(off_g, lambda start, end: (start <= t) & (t < end))[0]
 
-            @pl.when(some == batch)
+            @pl.when(holder == batch)
             def _():
                 clear_tokens(out_g, channels, block_layout, t, t + 1)
 
