@@ -36,6 +36,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, memref
 
 from gdn_jax._mosaic import EPS, compiler_params, is_row_of, store
+from gdn_jax._ragged import is_live, read_rows, row_bounds
 
 C = 64  # tokens of a chunk, and columns of a value tile: the M of a warpgroup product
 LINE = 64  # 16-bit elements of a 128-byte swizzle line
@@ -79,8 +80,6 @@ def unsupported(
         return "rows this short on average are faster token by token"
     if precision == "highest":
         return "the chunked Mosaic GPU kernel works in 16-bit products; precision='highest' needs the recurrent algorithm"
-    if qkv.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"the chunked Mosaic GPU kernel does not serve {qkv.dtype} tokens"
     for name, dim in (("key_head_dim", key_dim), ("value_head_dim", value_dim)):
         if dim not in (64, 128, 256):
             return f"the chunked Mosaic GPU kernel serves {name} 64, 128 and 256, not {dim}"
@@ -265,7 +264,7 @@ def _find_row(offsets, item, batch, total):
     return low
 
 
-def _prepare(qkv, decay, beta, slot_idx, offsets, *, nk, key_dim, max_slots, interpret):
+def _prepare(qkv, decay, beta, slot_idx, offsets, *, nk, key_dim, max_slots, normalise, interpret):
     """W [items, nv, C, C], R [items, nv, key_dim / LINE, C, LINE] and float32 vectors [items, nv, NUM_VECTORS, C].
 
     One warpgroup per (chunk, key head). W and R have the dtype of the tokens. The warpgroups of a CTA share nothing:
@@ -339,6 +338,8 @@ def _prepare(qkv, decay, beta, slot_idx, offsets, *, nk, key_dim, max_slots, int
                     jnp.where(inside, plgpu.load(tiles.at[i], layout=WGMMA).astype(f32), 0.0)
                     for i in range(halves)
                 ]
+                if not normalise:
+                    return [x.astype(f16) for x in raw], _zeros((C,), f32, ROW) + 1.0
                 r = lax.rsqrt(sum(_row_sum(x * x) for x in raw) + EPS)
                 return [(x * _rows(r, LINE)).astype(f16) for x in raw], r
 
@@ -408,7 +409,9 @@ def _prepare(qkv, decay, beta, slot_idx, offsets, *, nk, key_dim, max_slots, int
                 gamma = _row_sum(total_g)
 
                 # 8 x 8 diagonal blocks: (I + N)(I + N^2)(I + N^4), exact because N^8 = 0
-                a = k_diag * beta_tile
+                # Rounded once, for all uses: on repeated keys the entries of the inverse are differences of
+                # equal numbers, and an error that all of them share would add up in W and R.
+                a = (k_diag * beta_tile).astype(f16).astype(f32)
                 n1 = jnp.where(same_eighth, a * -1.0, 0.0)
                 publish(pair_s.at[0], n1)
                 plgpu.commit_smem()
@@ -541,8 +544,11 @@ def _params():
     return dataclasses.replace(compiler_params(), approx_math=True)
 
 
-def _pass(qkv, w, r, vec, slot_idx, offsets, has_initial_state, pool, *, nk, tiles, interpret):
-    """Outputs [T, nv * VD]; `pool` (a Ref) is updated. One CTA per (row, value head, `tiles` * 64 value columns)."""
+def _pass(qkv, w, r, vec, slot_idx, offsets, has_initial_state, scales, pool, *, nk, tiles, interpret):
+    """Outputs [T, nv * VD]; `pool` (a Ref) is updated. One CTA per (row, value head, `tiles` * 64 value columns).
+
+    `scales` is None or [2, B, nv]: what states are multiplied with when read, and when written.
+    """
     total = qkv.shape[0]
     max_slots, nv, key_dim, value_dim = pool.shape
     batch = slot_idx.shape[0]
@@ -555,7 +561,7 @@ def _pass(qkv, w, r, vec, slot_idx, offsets, has_initial_state, pool, *, nk, til
     math_registers = 232 if tiles == 2 else 240
 
     def body(
-        qkv_g, w_g, r_g, vec_g, slot_g, off_g, init_g, pool_g, o_g,
+        qkv_g, w_g, r_g, vec_g, slot_g, off_g, init_g, scale_g, pool_g, o_g,
         q_u, k_u, v_u, w_s, r_s, vec_s, in_bar, in_free, tail_ready, done,
     ):  # fmt: skip
         q_rows, q_tiles = _aliases(interpret, q_u)
@@ -630,12 +636,15 @@ def _pass(qkv, w, r, vec, slot_idx, offsets, has_initial_state, pool, *, nk, til
             channel = head * value_dim + first_column + m * C
             part = lambda i: pool_g.at[slot, head, pl.ds(i * LINE, LINE), columns]
             plain = v_plain.at[0, m]  # free before the first and after the last chunk
+            scaled = lambda x, n: x if scales is None else x * scale_g[n, row_b, head]
 
             @pl.when(n_chunks > 0)
             def _():
                 state = lax.cond(
                     init_g[row_b] != 0,
-                    lambda: tuple(_load_transposed(interpret, part(i)) for i in range(halves)),
+                    lambda: tuple(
+                        scaled(_load_transposed(interpret, part(i)), 0) for i in range(halves)
+                    ),
                     lambda: tuple(_zeros((C, LINE), f32) for _ in range(halves)),
                 )
 
@@ -706,7 +715,7 @@ def _pass(qkv, w, r, vec, slot_idx, offsets, has_initial_state, pool, *, nk, til
                     drain(plain, start + (n_chunks - 1) * C, last, channel)
 
                 for i in range(halves):
-                    _store_transposed(interpret, part(i), state[i])
+                    _store_transposed(interpret, part(i), scaled(state[i], 1))
                 plgpu.wait_smem_to_gmem(0)
 
             @pl.when(jnp.logical_not(live))
@@ -734,6 +743,7 @@ def _pass(qkv, w, r, vec, slot_idx, offsets, has_initial_state, pool, *, nk, til
                 @pl.when(n >= stages)
                 def _():
                     plgpu.barrier_wait(in_free.at[s])
+                    plgpu.barrier_wait(in_bar.at[s])
 
                 def copy(channel, target):
                     source = qkv_g.at[pl.ds(start + n * C, C), pl.ds(channel, LINE)]
@@ -751,10 +761,18 @@ def _pass(qkv, w, r, vec, slot_idx, offsets, has_initial_state, pool, *, nk, til
 
             lax.fori_loop(0, n_chunks, bring, None)
 
+            # A thread that waits on a barrier has to wait for every phase of it, in order.
+            def last_stages(barrier):
+                lax.fori_loop(
+                    jnp.maximum(n_chunks - stages, 0), n_chunks,
+                    lambda n, _: plgpu.barrier_wait(barrier.at[stage_of(n)]), None,
+                )  # fmt: skip
+
+            last_stages(in_bar)
+
             @pl.when((n_chunks > 0) & (last < C))
             def _():  # keys and values past the row's end may be NaN
                 s = stage_of(n_chunks - 1)
-                plgpu.barrier_wait(in_bar.at[s])
                 for ref in [k_tiles.at[s, i] for i in range(halves)] + [
                     v_tiles.at[s, m] for m in range(tiles)
                 ]:
@@ -763,11 +781,7 @@ def _pass(qkv, w, r, vec, slot_idx, offsets, has_initial_state, pool, *, nk, til
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(tail_ready)
 
-            # every barrier is left with all its phases waited for
-            lax.fori_loop(
-                jnp.maximum(n_chunks - stages, 0), n_chunks,
-                lambda n, _: plgpu.barrier_wait(in_free.at[stage_of(n)]), None,
-            )  # fmt: skip
+            last_stages(in_free)
 
         for m in range(tiles):
             pl.when(wg == m)(partial(carry_state, m))
@@ -801,7 +815,7 @@ def _pass(qkv, w, r, vec, slot_idx, offsets, has_initial_state, pool, *, nk, til
         interpret=interpret,
         kernel_name="gated_delta_chunk_pass",
     )
-    return kernel(qkv, w, r, vec, slot_idx, offsets, has_initial_state, pool)
+    return kernel(qkv, w, r, vec, slot_idx, offsets, has_initial_state, scales, pool)
 
 
 def recurrence(
@@ -821,6 +835,12 @@ def recurrence(
     del algorithm, precision
     nk, nv, key_dim, value_dim = _dims(qkv, recurrent_state)
     total = qkv.shape[0]
+    dtype = qkv.dtype
+    scales = token_scale = None
+    if dtype == f32:
+        qkv, scales, token_scale = _to_float16(
+            qkv, recurrent_state, slot_idx, input_row_offsets, has_initial_state
+        )
     short = max(C - total, 0)
     # Copies and loads take whole chunks of the token arrays, so there must be one. Clamping offsets to the
     # true T first keeps the tokens added here out of every row.
@@ -828,14 +848,49 @@ def recurrence(
     qkv, decay, beta = [jnp.pad(x, ((0, short), (0, 0))) if short else x for x in (qkv, decay, beta)]
     w, r, vec = _prepare(
         qkv, decay, beta, slot_idx, offsets,
-        nk=nk, key_dim=key_dim, max_slots=recurrent_state.shape[0], interpret=interpret,
+        nk=nk, key_dim=key_dim, max_slots=recurrent_state.shape[0], normalise=dtype != f32, interpret=interpret,
     )  # fmt: skip
     pool = jax.new_ref(recurrent_state)
     out = _pass(
-        qkv, w, r, vec, slot_idx, offsets, has_initial_state.astype(i32), pool,
+        qkv, w, r, vec, slot_idx, offsets, has_initial_state.astype(i32), scales, pool,
         nk=nk, tiles=_tiles(slot_idx.shape[0], nv, key_dim, value_dim), interpret=interpret,
-    )  # fmt: skip
-    return out[:total], jax.freeze(pool)
+    )[:total]  # fmt: skip
+    if token_scale is not None:
+        out = out.reshape(total, nv, value_dim).astype(f32) * (1.0 / token_scale)[..., None]
+        out = out.reshape(total, nv * value_dim)
+    return out, jax.freeze(pool)
+
+
+def _to_float16(qkv, recurrent_state, slot_idx, offsets, has_initial_state):
+    """float32 tokens for the 16-bit kernels: (float16 rows, scales for `_pass`, value scales [T, nv]).
+
+    Queries and keys come out normalised. The rule is linear in values and state together, so each (row, value head) is
+    scaled, by a power of two, to a largest value or initial state in [1, 2): whatever their size, float16 keeps 11 bits
+    of it. The scale of a row depends on that row alone.
+    """
+    nk, nv, key_dim, value_dim = _dims(qkv, recurrent_state)
+    total, batch = qkv.shape[0], slot_idx.shape[0]
+    start, length = row_bounds(offsets, total)
+    # row of each token: the last non-empty row that starts at or before it, if it reaches that far
+    opens = jnp.where(length > 0, start, total)
+    opened = jnp.zeros(total, i32).at[opens].set(jnp.arange(batch, dtype=i32), mode="drop")
+    begin = jnp.full(total, -1, i32).at[opens].set(opens, mode="drop")
+    begin = lax.cummax(begin)
+    row = jnp.where(begin >= 0, opened[jnp.maximum(begin, 0)], 0)
+    inside = (begin >= 0) & (jnp.arange(total) < (start + length)[row])
+
+    heads = qkv[:, : 2 * nk * key_dim].reshape(total, 2 * nk, key_dim)
+    heads = heads * lax.rsqrt(jnp.sum(heads * heads, -1, keepdims=True) + EPS)
+    values = qkv[:, 2 * nk * key_dim :].reshape(total, nv, value_dim)
+    largest = jnp.where(inside[:, None], jnp.max(jnp.abs(values), -1), 0.0)
+    largest = jax.ops.segment_max(largest, row, batch)
+    reads = is_live(slot_idx, recurrent_state.shape[0]) & has_initial_state
+    states = read_rows(recurrent_state, slot_idx, reads)
+    largest = jnp.maximum(jnp.maximum(largest, jnp.max(jnp.abs(states), (2, 3))), 2.0**-100)
+    scale = jnp.exp2(-jnp.floor(jnp.log2(jnp.minimum(largest, 2.0**100))))
+    token_scale = jnp.where(inside[:, None], scale[row], 1.0)
+    rows = [heads.reshape(total, -1), (values * token_scale[..., None]).reshape(total, -1)]
+    return jnp.concatenate(rows, 1).astype(f16), jnp.stack([scale, 1.0 / scale]), token_scale
 
 
 def _tiles(batch, nv, key_dim, value_dim):
