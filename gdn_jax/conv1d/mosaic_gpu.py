@@ -186,8 +186,12 @@ def conv1d(
     tile_tokens = min(block_tokens + window, total)
     step = math.gcd(block_tokens, _STEP)
     bulk_tokens = tile_tokens * block_channels * qkv.dtype.itemsize % _BULK_UNIT_BYTES == 0
+    # The windows of a row program's channels as one run; no axis of a bulk copy may be longer than 256.
+    width = math.gcd(row_channels, 256)
+    run = (row_channels * window // width, width)
+    run_bytes = row_channels * window * conv_state.dtype.itemsize
     # The interpreter knows no reshaped views of shared memory.
-    bulk_window = interpret is None and row_channels * window * conv_state.dtype.itemsize % _BULK_UNIT_BYTES == 0
+    bulk_window = interpret is None and run_bytes % _BULK_UNIT_BYTES == 0
     column_layout = _rows_layout(cut.row_unit, 1)
     row_layout = column_layout.reduce(1)
     block_layout = _vector_layout(cut.block_unit, _VEC)
@@ -217,8 +221,8 @@ def conv1d(
 
         if bulk_window:
             # The K - 1 inputs of a channel are neighbours: only whole runs of channels move well.
-            home = state_g.at[slot, pl.ds(group * window, window)]
-            run = window_s.reshape(window, row_channels)
+            home = state_g.at[slot, pl.ds(group * run[0], run[0])]
+            moved = window_s.reshape(*run)
             columns = window_s.reshape(row_channels, window)
         else:
             home = columns = state_g.at[slot, channels]
@@ -228,7 +232,7 @@ def conv1d(
 
                 @pl.when(has_window)
                 def _():
-                    plgpu.copy_gmem_to_smem(home, run, arrived)
+                    plgpu.copy_gmem_to_smem(home, moved, arrived)
 
         def read_window():
             def zeros():
@@ -247,7 +251,7 @@ def conv1d(
                     _set_column(columns, j, value, column_layout)
                 if bulk_window:
                     plgpu.commit_smem()
-                    plgpu.copy_smem_to_gmem(run, home)
+                    plgpu.copy_smem_to_gmem(moved, home)
 
         def finish_window():
             if write_state and bulk_window:
@@ -472,7 +476,7 @@ def conv1d(
         compiler_params=compiler_params().replace(approx_math=True),
         interpret=interpret,
     )
-    runs = (max_slots, -1, row_channels) if bulk_window else conv_state.shape
+    runs = (max_slots, row_groups * run[0], run[1]) if bulk_window else conv_state.shape
     state = jax.new_ref(conv_state.reshape(runs))
     out = kernel(qkv, weight, bias, slot_idx, input_row_offsets, has_initial_state, state)
     return out, jax.freeze(state).reshape(conv_state.shape)
