@@ -72,6 +72,7 @@ class Operation:
         differentiable: the operation in ordinary JAX operations with static loop bounds; tangents come from it.
         head_axes: for each argument, then for each output, the axis that runs over heads (or head-major channels), or
             None. On an explicit mesh the operation is split along these axes.
+        own_heads: `(args, shard, shards) -> args`: cuts what no axis of an argument splits by heads down to one shard.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class Operation:
         batch: Callable,
         differentiable: Callable,
         head_axes: tuple[tuple[int | None, ...], tuple[int | None, ...]],
+        own_heads: Callable | None = None,
     ):
         self.name = name
         self.implementations = tuple(implementations)
@@ -90,6 +92,7 @@ class Operation:
         self._batch = batch
         self._differentiable = differentiable
         self._head_axes = head_axes
+        self._own_heads = own_heads
         self.primitive = Primitive(f"gdn_{name}")
         self.primitive.multiple_results = True
         self.primitive.def_impl(functools.partial(xla.apply_primitive, self.primitive))
@@ -104,14 +107,8 @@ class Operation:
             self._choose(None, args, implementation, params)
         args = _vary_alike(args)
         call = functools.partial(self.primitive.bind, implementation=implementation, **params)
-        mesh, specs = self._explicit_sharding(args)
-        if mesh is not None:
-            in_specs, out_specs = specs
-            split = jax.shard_map(
-                lambda *a: tuple(call(*a)), mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
-            )
-            return list(split(*args))
-        return call(*args)
+        mesh = next((m for x in args if (m := jax.typeof(x).sharding.mesh).explicit_axes), None)
+        return call(*args) if mesh is None else self._split_by_heads(call, args, mesh)
 
     def _choose(self, platform: str | None, avals, implementation: str | None, params) -> Implementation:
         """The first row of the table that serves the call; a `NotImplementedError` with the reasons if none does."""
@@ -170,31 +167,33 @@ class Operation:
         )
         return out, list(out_tangents)
 
-    def _explicit_sharding(self, args):
-        """(mesh, (in_specs, out_specs)) when the arguments live on a mesh with explicit axes, else (None, None)."""
-        shardings = [jax.typeof(x).sharding for x in args]
-        mesh = next((s.mesh for s in shardings if s.mesh.explicit_axes), None)
-        if mesh is None:
-            return None, None
+    def _split_by_heads(self, call, args, mesh):
+        """The call on a mesh with explicit axes: every device runs the heads that its part of the pool has."""
         in_axes, out_axes = self._head_axes
-        names = {
-            s.spec[axis]
-            for s, axis in zip(shardings, in_axes, strict=True)
-            if axis is not None and len(s.spec) > axis and s.spec[axis] is not None
-        }
+        got = [(*jax.typeof(x).sharding.spec, *[None] * x.ndim)[: x.ndim] for x in args]
+        names = {spec[axis] for spec, axis in zip(got, in_axes, strict=True) if axis is not None} - {None}
         name = names.pop() if len(names) == 1 else None
-        for i, (sharding, axis) in enumerate(zip(shardings, in_axes, strict=True)):
-            want = _spec_at(axis, name)
-            got = PartitionSpec(*sharding.spec, *[None] * (len(want) - len(sharding.spec)))
-            if names or tuple(got)[: len(want)] != tuple(want) or any(n is not None for n in tuple(got)[len(want) :]):
+        in_specs = [_spec_at(axis, name) for axis in in_axes]
+        for i, (spec, want) in enumerate(zip(got, in_specs, strict=True)):
+            if i == 0 and self._own_heads is not None:
+                continue  # any sharding will do: it is gathered, and every device takes its own heads from it
+            if names or spec != (*want, *[None] * args[i].ndim)[: args[i].ndim]:
                 raise ValueError(
-                    f"{self.name}: argument {i} of shape {args[i].shape} is sharded as {sharding.spec}, must be {want}: "
-                    "on an explicit mesh every argument with heads is split along its head axis, all over one mesh "
-                    "axis, and nothing else is split"
+                    f"{self.name}: argument {i} of shape {args[i].shape} is sharded as {PartitionSpec(*spec)}, must be "
+                    f"{want}: on an explicit mesh every argument with heads is split along its head axis, all over one "
+                    "mesh axis, and nothing else is split"
                 )
-        return mesh, (
-            tuple(_spec_at(axis, name) for axis in in_axes),
-            tuple(_spec_at(axis, name) for axis in out_axes),
+
+        def shard(*args):
+            if self._own_heads is not None and name is not None:
+                args = self._own_heads(args, jax.lax.axis_index(name), mesh.shape[name])
+            return tuple(call(*args))
+
+        if self._own_heads is not None:
+            args = [jax.sharding.reshard(args[0], jax.sharding.NamedSharding(mesh, PartitionSpec())), *args[1:]]
+        out_specs = tuple(_spec_at(axis, name) for axis in out_axes)
+        return list(
+            jax.shard_map(shard, mesh=mesh, in_specs=tuple(in_specs), out_specs=out_specs, check_vma=False)(*args)
         )
 
 

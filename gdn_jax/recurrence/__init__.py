@@ -49,7 +49,16 @@ def _batch(bind, lanes, args, is_batched):
     return [out.reshape(lanes, total_seq_len, -1), new.reshape(state.shape)]
 
 
-_HEADS = 1  # the axis of every array below that runs over heads or head-major channels
+def own_heads(args, shard, shards):
+    """The arguments with the fused rows of all heads cut down to one shard's. The pool is the shard's already."""
+    qkv, *rest = args
+    _, nv, _, vd = rest[2].shape
+    value_dim = nv * vd
+    key_dim = (qkv.shape[1] - value_dim * shards) // 2 // shards
+    blocks = ((0, key_dim), (shards * key_dim, key_dim), (2 * shards * key_dim, value_dim))
+    cut = [jax.lax.dynamic_slice_in_dim(qkv, first + shard * size, size, axis=1) for first, size in blocks]
+    return [jnp.concatenate(cut, axis=1), *rest]
+
 
 recurrence = Operation(
     "recurrence",
@@ -62,7 +71,8 @@ recurrence = Operation(
     ],
     batch=_batch,
     differentiable=differentiable_recurrence,
-    head_axes=((_HEADS, _HEADS, _HEADS, _HEADS, None, None, None), (_HEADS, _HEADS)),
+    head_axes=((None, 1, 1, 1, None, None, None), (1, 1)),
+    own_heads=own_heads,
 )
 
 
@@ -86,7 +96,9 @@ def gated_delta_recurrence_fwd(
     Args:
         qkv_conv_output: `[total_seq_len, conv_dim]`, float32, bfloat16 or float16: fused rows `[Q | K | V]`, each
             head-major, `conv_dim = 2 * num_key_heads * key_head_dim + num_value_heads * value_head_dim`. Raw: the L2
-            norms and the query scale are part of this operation.
+            norms and the query scale are part of this operation. On an explicit mesh whose pool is split by heads,
+            every device takes its own heads' channels from these rows; rows that come split are gathered for that. Call
+            it inside `jax.shard_map` to hand each device the fused rows of its own heads.
         decay_per_token: `[total_seq_len, num_value_heads]`: factor on the state, in [0, 1]. Used in float32.
         beta_per_token: `[total_seq_len, num_value_heads]`: write strength, in [0, 1]. Used in float32.
         recurrent_state: `[max_slots, num_value_heads, key_head_dim, value_head_dim]`, float32, bfloat16 or float16,

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from gdn_jax._checks import Arguments
 from gdn_jax._primitive import Implementation, Operation, mosaic_gpu
 from gdn_jax._ragged import fold_per_row, fold_rows, fold_slots
-from gdn_jax.recurrence import empty_output, token_operands
+from gdn_jax.recurrence import empty_output, own_heads, token_operands
 from gdn_jax.verify_ring.xla import differentiable_verify_ring
 
 RING_DIMS = ("ring_rows", "num_key_heads", "RING_LEN", "record_stride")
@@ -87,7 +87,8 @@ verify_ring = Operation(
     ],
     batch=_batch,
     differentiable=differentiable_verify_ring,
-    head_axes=((1, 1, 1, 1, 1, None, None, None, None), (1, 1, 1)),
+    head_axes=((None, 1, 1, 1, 1, None, None, None, None), (1, 1, 1)),
+    own_heads=own_heads,
 )
 
 
