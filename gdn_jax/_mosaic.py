@@ -31,7 +31,7 @@ def value_tile(value_head_dim: int, limit: int) -> int:
     return tile
 
 
-def state_layout(tile: int, vector: int) -> plgpu.Layout:
+def state_layout(tile: int, vector: int):
     """Layout of [8 n, tile]: warps and four lanes along the values, eight lanes along the keys.
 
     `vector` neighbouring columns of one lane move as one access of `vector` elements: at most `tile // 16`,

@@ -9,6 +9,7 @@ query, are taken in one sweep, because
 so a token costs one round of shuffles, and the new state is off the path to its output.
 """
 
+import dataclasses
 import math
 
 import jax
@@ -37,6 +38,13 @@ _ZERO_CHUNK = 16
 """Tokens whose cover by rows one program looks at together."""
 _TILE_ELEMENTS = 64 * 128
 """State elements that one program holds in registers, 64 a thread."""
+_PROGRAMS = 128
+"""Tiles are halved until there are this many: about one for each multiprocessor of a Hopper GPU (132)."""
+_MULTIPROCESSORS = 132
+_GROUP = 4
+"""Tokens of a window that are computed as straight-line code."""
+_UNROLL = 4
+"""Chunks of a state in shared memory that are in registers together."""
 
 
 def unsupported(
@@ -44,8 +52,8 @@ def unsupported(
 ) -> str | None:
     """One sentence saying why this backend cannot serve the call, None when it can."""
     del decay, beta, slot_idx, input_row_offsets, has_initial_state, precision
-    if algorithm != "recurrent":
-        return f"mosaic_gpu serves algorithm='recurrent' here, not {algorithm!r}."
+    if algorithm == "chunked":
+        return "this kernel goes token by token."
     return unsupported_operands(qkv, recurrent_state)
 
 
@@ -82,51 +90,123 @@ def recurrence(
     return out, jax.freeze(pool)
 
 
-def sum_over_keys(x, y, axis) -> jax.Array:
-    """`sum(x * y)` over the key dimension, x and y lists of chunks whose key lanes lie along `axis`.
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """How a call is cut into programs; follows from shapes alone.
 
-    The one order that every path keeps: four running sums over the chunks of a lane, their pairs, the lanes.
+    Attributes:
+        tile: value columns of a program's tile.
+        window: tokens that come to shared memory together; 0 if rows go token by token.
+        bulk: with `window` 0, whether the states travel by bulk copies through shared memory.
+        warpgroups: with a window, warpgroups of a thread block, each a program of its own; together they may use all
+            registers of a multiprocessor, so their number bounds what the compiler gives to one.
     """
-    totals = []
-    for c, (xc, yc) in enumerate(zip(x, y, strict=True)):
-        if c < 4:
-            totals.append(xc * yc)
+
+    tile: int
+    window: int = 0
+    bulk: bool = False
+    warpgroups: int = 3
+
+
+def plan_rows(num_tokens, batch, num_value_heads, key_dim, value_dim) -> Plan:
+    def programs(tile):
+        return batch * num_value_heads * (value_dim // tile)
+
+    tile = value_tile(value_dim, _TILE_ELEMENTS // key_dim)
+    while tile > 16 and programs(tile) < _PROGRAMS:
+        tile //= 2
+    if num_tokens <= batch or num_tokens < 4:
+        return Plan(tile, bulk=programs(tile) > 4 * _PROGRAMS)
+    if num_tokens < max(16, 8 * batch):
+        return Plan(tile, window=4)
+    return Plan(tile, window=16, warpgroups=1 if programs(tile) <= _MULTIPROCESSORS else 3)
+
+
+def add_products(totals, state, keys, queries):
+    """Adds `state * key` and `state * query`, lists of chunks, to the running sums: (key, query) x (even, odd chunks).
+
+    This and `finish_sums` are the one order of sums that every path keeps.
+    """
+    (key_even, key_odd), (query_even, query_odd) = totals
+    for c in range(0, len(state), 2):
+        key_even += state[c] * keys[c]
+        key_odd += state[c + 1] * keys[c + 1]
+        query_even += state[c] * queries[c]
+        query_odd += state[c + 1] * queries[c + 1]
+    return (key_even, key_odd), (query_even, query_odd)
+
+
+def finish_sums(totals):
+    """`S^T k` and `S^T q`."""
+    return [jnp.sum(even + odd, axis=0) for even, odd in totals]
+
+
+class KeyVectors:
+    """How whole keys and queries are read: the lanes of a warp side by side, up to four neighbours a lane.
+
+    Attributes:
+        layout: of the pieces [piece] of one token or, for a window of several, [window, piece], a token a warp.
+        pieces: slices of the key dimension.
+    """
+
+    def __init__(self, key_dim: int, window: int = 1):
+        lanes = math.gcd(key_dim, 32)
+        vector = math.gcd(key_dim // lanes, 4)
+        piece = lanes * vector
+        lane_dims = (-2,) if lanes == 32 else (plgpu.Replicated(32 // lanes), -2)
+        if window == 1:
+            tiling, warp_dims = plgpu.Tiling(((piece,), (vector,))), (plgpu.Replicated(4),)
         else:
-            totals[c % 4] += xc * yc
-    while len(totals) > 1:
-        totals = [a + b for a, b in zip(totals[::2], totals[1::2], strict=True)]
-    return jnp.sum(totals[0], axis=axis)
+            tiling, warp_dims = plgpu.Tiling(((4, piece), (vector,))), (-3,)
+        self.layout = plgpu.Layout.TILED(tiling, warp_dims, lane_dims, -1)
+        self.pieces = [pl.ds(i, piece) for i in range(0, key_dim, piece)]
+        self.query_scale = key_dim**-0.5
+
+    def load(self, ref) -> list[jax.Array]:
+        return [load(ref.at[..., piece], self.layout) for piece in self.pieces]
+
+    def store(self, ref, pieces) -> None:
+        for piece, value in zip(self.pieces, pieces, strict=True):
+            store(ref.at[..., piece], value)
+
+    def scales(self, key, query):
+        """`1/|k|`, `key_head_dim**-0.5 / |q|` and `k . q`, in the one order of sums that every path keeps."""
+
+        def dot(x, y):
+            total = x[0] * y[0]
+            for a, b in zip(x[1:], y[1:], strict=True):
+                total += a * b
+            return jnp.sum(total, axis=-1)
+
+        key_scale = lax.rsqrt(dot(key, key) + EPS)
+        query_scale = lax.rsqrt(dot(query, query) + EPS) * self.query_scale
+        return key_scale, query_scale, dot(key, query)
 
 
-def token_step(state, keys, queries, value, gates, tile, layout):
-    """One token. `state`, `keys` and `queries` are lists of chunks; keys and queries raw.
+def token_output(sums, value, gates):
+    """Output and delta factor of one token, from `S^T k`, `S^T q`, and decay, beta and `scales`.
 
-    `gates` holds decay, beta, 1/|k|, scale/|q| and k . q (raw). Returns the new state, the output and the
-    delta factor, what the raw key is multiplied by in the update.
+    The factor is what the raw key is multiplied by in the update.
     """
-    decay, beta, key_norm, query_norm, key_query = gates
-    keys = [along_values(k, tile, layout) for k in keys]
-    queries = [along_values(q, tile, layout) for q in queries]
-    against_key = sum_over_keys(state, keys, axis=0)
-    against_query = sum_over_keys(state, queries, axis=0)
-    factor = (value - against_key * (decay * key_norm)) * (beta * key_norm)
-    out = (lax.optimization_barrier(against_query * decay) + key_query * factor) * query_norm
-    spread = along_keys(factor, KEY_LANES, layout)
-    return [update(s, k, spread, decay) for s, k in zip(state, keys)], out, factor
-
-
-def token_layout(window: int) -> plgpu.Layout:
-    """Layout of [window, 8]: the keys of a chunk over eight lanes, tokens over warps and lanes where they fill them."""
-    if window % 16 == 0:
-        return plgpu.Layout.TILED(plgpu.Tiling(((16, 8), (4, 8), (1,))), (-5,), (-3, -2), -1)
-    if window % 4 == 0:
-        return plgpu.Layout.TILED(plgpu.Tiling(((4, 8), (1,))), (-3,), (plgpu.Replicated(4), -2), -1)
-    return plgpu.Layout.TILED(plgpu.Tiling(((1, 8), (1,))), (plgpu.Replicated(4),), (plgpu.Replicated(4), -2), -1)
+    against_key, against_query = sums
+    decay, beta, key_scale, query_scale, key_query = gates
+    factor = (value - against_key * (decay * key_scale)) * (beta * key_scale)
+    # The barrier fixes which of the two products is fused into the sum.
+    out = (lax.optimization_barrier(against_query * decay) + key_query * factor) * query_scale
+    return out, factor
 
 
 def row_bounds(offsets, b, num_tokens):
     start = jnp.clip(offsets[b], 0, num_tokens)
     return start, jnp.clip(offsets[b + 1], start, num_tokens)
+
+
+def zero_tokens(out, start, end, columns, layout):
+    def zero(t, _):
+        store(out.at[t, columns], zeros((columns.size,), layout))
+        return 0
+
+    lax.fori_loop(start, end, zero, 0)
 
 
 def zero_uncovered(offsets, out, columns, layout, b, batch):
@@ -155,7 +235,7 @@ def zero_uncovered(offsets, out, columns, layout, b, batch):
                 def token(t, _):
                     @pl.when((covered >> (t - begin)) & 1 == 0)
                     def _():
-                        store(out.at[t, columns], zeros((columns.size,), layout))
+                        zero_tokens(out, t, t + 1, columns, layout)
 
                     return 0
 
@@ -167,7 +247,7 @@ def zero_uncovered(offsets, out, columns, layout, b, batch):
         lax.fori_loop(0, lax.div(chunks - b + batch - 1, batch), chunk, 0)
 
 
-def run_rows(tokens, rows, pool, ring=None, ring_slot_idx=None, *, interpret=None):
+def run_rows(tokens, rows, pool, ring=None, ring_slot_idx=None, *, plan=None, interpret=None):
     """Runs every row over `pool`, a Ref, and returns the outputs `[T, num_value_heads * value_head_dim]`.
 
     `tokens` are qkv, decay and beta, `rows` are slot_idx, input_row_offsets and has_initial_state. With `ring`, a
@@ -179,200 +259,431 @@ def run_rows(tokens, rows, pool, ring=None, ring_slot_idx=None, *, interpret=Non
     batch = rows[0].shape[0]
     num_key_heads = (conv_dim - num_value_heads * value_dim) // (2 * key_dim)
     group = num_value_heads // num_key_heads
-
-    tile = value_tile(value_dim, _TILE_ELEMENTS // key_dim)
+    if plan is None:
+        plan = plan_rows(num_tokens, batch, num_value_heads, key_dim, value_dim)
+    tile, window = plan.tile, plan.window
     num_tiles = value_dim // tile
-    layout = state_layout(tile, min(tile // 16, 16 // pool.dtype.itemsize))
-    key_layout, value_layout = layout.reduce(1), layout.reduce(0)
-    scale = key_dim**-0.5
-    chunks = [pl.ds(c * KEY_LANES, KEY_LANES) for c in range(key_dim // KEY_LANES)]
-    windowed = num_tokens > batch and num_tokens >= 4
-    window = (16 if num_tokens >= max(16, 8 * batch) else 4) if windowed else 1
-    by_token = token_layout(window)
-    gate_layout = by_token.reduce(1)
+    num_programs = batch * num_value_heads * num_tiles
+    chunks = [pl.ds(c, KEY_LANES) for c in range(0, key_dim, KEY_LANES)]
+    one_key = KeyVectors(key_dim)
 
-    def norms(k, q, axis):
-        """1/|k|, scale/|q| and k . q of lists of chunks."""
-        kk, qq, kq = (sum_over_keys(x, y, axis) for x, y in ((k, k), (q, q), (k, q)))
-        return lax.rsqrt(kk + EPS), lax.rsqrt(qq + EPS) * scale, kq
+    class Tile:
+        """A tile of `width` columns as lists of chunks, and one token's step over it."""
 
-    def body(qkv_g, decay_g, beta_g, slot_g, offset_g, has_g, *refs):
-        if ring is None:
-            pool_g, out_g, *scratch = refs
-        else:
-            ring_slot_g, pool_g, ring_g, out_g, factors, *scratch = refs
+        def __init__(self, width):
+            self.width = width
+            self.layout = state_layout(width, min(width // 16, 16 // pool.dtype.itemsize))
+            self.key_layout, self.value_layout = self.layout.reduce(1), self.layout.reduce(0)
 
-        i = lax.axis_index("tile")
+        def zeros(self, count):
+            return [zeros((KEY_LANES, self.width), self.layout) for _ in range(count)]
+
+        def load(self, refs):
+            return [load(ref, self.layout) for ref in refs]
+
+        def load_keys(self, refs):
+            return [along_values(load(ref, self.key_layout), self.width, self.layout) for ref in refs]
+
+        def no_sums(self):
+            return (tuple(self.zeros(2)),) * 2
+
+        def update(self, state, keys, factor, decay):
+            spread = along_keys(factor, KEY_LANES, self.layout)
+            return [update(s, k, spread, decay) for s, k in zip(state, keys, strict=True)]
+
+        def step(self, state, keys, queries, value, gates, needed=None):
+            """New state (the old one where `needed` is false), output and delta factor."""
+            sums = finish_sums(add_products(self.no_sums(), state, keys, queries))
+            out, factor = token_output(sums, value, gates)
+
+            def updated():
+                return self.update(state, keys, factor, gates[0])
+
+            state = updated() if needed is None else lax.cond(needed, updated, lambda: state)
+            return state, out, factor
+
+    whole = Tile(tile)
+
+    def where(i):
+        """Row, value head and first value column of tile i."""
         v0 = lax.rem(i, num_tiles) * tile
-        h = lax.rem(lax.div(i, num_tiles), num_value_heads)
-        b = lax.div(i, num_tiles * num_value_heads)
+        i = lax.div(i, num_tiles)
+        return lax.div(i, num_value_heads), lax.rem(i, num_value_heads), v0
+
+    def token_columns(h):
+        """Where the fused rows hold the head's key, query and value."""
         hk = lax.div(h, group)
+        return (
+            pl.ds((num_key_heads + hk) * key_dim, key_dim),
+            pl.ds(hk * key_dim, key_dim),
+            2 * num_key_heads * key_dim + h * value_dim,
+        )
+
+    def stage_token(qkv_g, decay_g, beta_g, t, h, keys_s, queries_s):
+        """Puts key and query into shared memory in float32 and returns the gates; ends at a barrier."""
+        key_columns, query_columns, _ = token_columns(h)
+        key = one_key.load(qkv_g.at[t, key_columns])
+        query = one_key.load(qkv_g.at[t, query_columns])
+        one_key.store(keys_s, key)
+        one_key.store(queries_s, query)
+        gates = decay_g[t, h], beta_g[t, h], *one_key.scales(key, query)
+        plgpu.commit_smem()
+        return gates
+
+    def direct(qkv_g, decay_g, beta_g, slot_g, offset_g, has_g, *refs):
+        """A tile a program, rows token by token."""
+        if ring is None:
+            pool_g, out_g, keys_s, queries_s, *scratch = refs
+        else:
+            ring_slot_g, pool_g, ring_g, out_g, keys_s, queries_s, *scratch = refs
+        b, h, v0 = where(lax.axis_index("block"))
         slot = slot_g[b]
         start, end = row_bounds(offset_g, b, num_tokens)
         live = is_row_of(slot, max_slots)
+        value_at = token_columns(h)[2]
         out_columns = pl.ds(h * value_dim + v0, tile)
-        query_columns = pl.ds(hk * key_dim, key_dim)
-        key_columns = pl.ds((num_key_heads + hk) * key_dim, key_dim)
-        value_columns = pl.ds(2 * num_key_heads * key_dim + h * value_dim + v0, tile)
-        state_g = [pool_g.at[slot, h, c, pl.ds(v0, tile)] for c in chunks]
 
-        def advance(state, p, t, keys, queries, value, gates):
-            """One token: position p of its window, token t of the array."""
-            state, out, factor = token_step(state, keys, queries, value, gates, tile, layout)
-            store(out_g.at[t, out_columns], out)
-            if ring is not None:
-                store(factors.at[p], factor)
-            return state
-
-        def record(first, count, key_of, decay_of):
-            """Writes the records of the window of `count` tokens that begins at token `first`."""
-            if ring is None:
-                return
-            plgpu.commit_smem()
-            ring_row = ring_slot_g[b]
-
-            @pl.when((end - start <= ring_g.shape[2]) & is_row_of(ring_row, ring_g.shape[0]))
-            def _():
-                def write(p, _):
-                    to = ring_g.at[ring_row, hk, first - start + p]
-                    member = lax.rem(h, group)
-                    write_record(to, member, group, v0, key_of(p), factors.at[p], decay_of(p), value_dim)
-                    return 0
-
-                lax.fori_loop(0, count, write, 0)
-
-            plgpu.commit_smem()
-
-        def by_one(state):
-            """The row token by token, straight from global memory."""
+        def by_token(part, state, at):
+            """The row over a part of the tile in registers, `at` columns from its left."""
 
             def step(t, state):
-                keys = [load(qkv_g.at[t, key_columns].at[c], key_layout) for c in chunks]
-                queries = [load(qkv_g.at[t, query_columns].at[c], key_layout) for c in chunks]
-                value = load(qkv_g.at[t, value_columns], value_layout)
-                decay = decay_g[t, h]
-                gates = decay, beta_g[t, h], *norms(keys, queries, 0)
-                state = advance(state, 0, t, keys, queries, value, gates)
-                record(t, 1, lambda _: qkv_g.at[t, key_columns], lambda _: decay)
+                gates = stage_token(qkv_g, decay_g, beta_g, t, h, keys_s, queries_s)
+                keys = part.load_keys([keys_s.at[c] for c in chunks])
+                queries = part.load_keys([queries_s.at[c] for c in chunks])
+                value = load(qkv_g.at[t, pl.ds(value_at + v0 + at, part.width)], part.value_layout)
+                state, out, factor = part.step(state, keys, queries, value, gates)
+                store(out_g.at[t, pl.ds(h * value_dim + v0 + at, part.width)], out)
+                if ring is not None:
+                    store(scratch[0], factor)
+                plgpu.commit_smem()
+                if ring is not None:
+                    to = ring_row(ring_g, ring_slot_g[b], end - start)
+
+                    @pl.when(to >= 0)
+                    def _():
+                        record = ring_g.at[to, lax.div(h, group), t - start]
+                        write_record(record, lax.rem(h, group), group, v0, keys_s, scratch[0], gates[0], value_dim)
+
+                    plgpu.commit_smem()
                 return state
 
             return lax.fori_loop(start, end, step, state)
 
-        def by_window(state):
-            """The row by windows of tokens, each brought to shared memory while the one before is computed."""
-            raw_keys, raw_queries, raw_values, keys, queries, gates, arrived = scratch
+        def plain():
+            state_g = [pool_g.at[slot, h, c, pl.ds(v0, tile)] for c in chunks]
+            state = lax.cond(has_g[b], lambda: whole.load(state_g), lambda: whole.zeros(len(chunks)))
+            state = by_token(whole, state, 0)
 
-            def fetch(first, stage):
-                at = pl.ds(first, window)
-                for columns, raw in (
-                    (key_columns, raw_keys),
-                    (query_columns, raw_queries),
-                    (value_columns, raw_values),
-                ):
-                    plgpu.copy_gmem_to_smem(qkv_g.at[at, columns], raw.at[stage], arrived.at[stage])
-
-            def gates_from(first):
-                """First token whose gates are loaded: earlier than `first` where the array would end too soon."""
-                return jnp.minimum(first, num_tokens - window)
-
-            def fetch_gates(first):
-                at = pl.ds(gates_from(first), window)
-                return [load(g.at[at, h], gate_layout) for g in (decay_g, beta_g)]
-
-            def prepare(stage, decay, beta):
-                k = [load(raw_keys.at[stage, :, c], by_token) for c in chunks]
-                q = [load(raw_queries.at[stage, :, c], by_token) for c in chunks]
-                for c, kc, qc in zip(chunks, k, q, strict=True):
-                    store(keys.at[:, c], kc)
-                    store(queries.at[:, c], qc)
-                for n, gate in enumerate((decay, beta, *norms(k, q, 1))):
-                    store(gates.at[n], gate)
-
-            def block(j, carry):
-                state, decay, beta = carry
-                first = start + j * window
-                stage = lax.rem(j, 2)
-                count = jnp.minimum(end - first, window)
-                gate_shift = first - gates_from(first)
-                plgpu.commit_smem()
-
-                @pl.when(first + window < end)
-                def _():
-                    fetch(first + window, 1 - stage)
-
-                plgpu.barrier_wait(arrived.at[stage])
-                prepare(stage, decay, beta)
-                decay, beta = fetch_gates(first + window)
-                plgpu.commit_smem()
-
-                def step(p, state):
-                    return advance(
-                        state,
-                        p,
-                        first + p,
-                        [load(keys.at[p, c], key_layout) for c in chunks],
-                        [load(queries.at[p, c], key_layout) for c in chunks],
-                        load(raw_values.at[stage, p], value_layout),
-                        [gates[n, p + gate_shift if n < 2 else p] for n in range(5)],
-                    )
-
-                state = lax.fori_loop(0, count, step, state)
-                record(first, count, lambda p: keys.at[p], lambda p: gates[0, p + gate_shift])
-                return state, decay, beta
-
-            fetch(start, 0)
-            num_blocks = lax.div(end - start + (window - 1), window)
-            return lax.fori_loop(0, num_blocks, block, (state, *fetch_gates(start)))[0]
-
-        @pl.when(live & (end > start))
-        def _():
-            state = lax.cond(
-                has_g[b],
-                lambda: [load(ref, layout) for ref in state_g],
-                lambda: [zeros((KEY_LANES, tile), layout) for _ in state_g],
-            )
-            state = (by_window if windowed else by_one)(state)
-
-            @pl.when((end - start > ring_g.shape[2]) if ring is not None else True)
+            @pl.when(True if ring is None else end - start > ring_g.shape[2])
             def _():
                 for ref, s in zip(state_g, state, strict=True):
                     store(ref, s)
 
+        def bulk():
+            """One token: two passes over the tile in shared memory, so that few registers hold many programs."""
+            state_s, arrived = scratch
+            state_g = pool_g.at[slot, h, :, pl.ds(v0, tile)]
+            plgpu.copy_gmem_to_smem(state_g, state_s, arrived)
+            has_state = has_g[b]
+
+            def first_state():
+                plgpu.barrier_wait(arrived)
+
+                @pl.when(jnp.logical_not(has_state))
+                def _():
+                    # Every lane clears what it reads itself.
+                    for c in chunks:
+                        store(state_s.at[c], zeros((KEY_LANES, tile), whole.layout))
+
+            @pl.when(end - start == 1)
+            def _():
+                gates = stage_token(qkv_g, decay_g, beta_g, start, h, keys_s, queries_s)
+                value = load(qkv_g.at[start, pl.ds(value_at + v0, tile)], whole.value_layout)
+                first_state()
+                unroll = math.gcd(len(chunks), _UNROLL)
+
+                def some(i):
+                    return [pl.ds((i * unroll + u) * KEY_LANES, KEY_LANES) for u in range(unroll)]
+
+                def read(i, totals):
+                    state, keys, queries = (
+                        f([ref.at[c] for c in some(i)])
+                        for f, ref in (
+                            (whole.load, state_s),
+                            (whole.load_keys, keys_s),
+                            (whole.load_keys, queries_s),
+                        )
+                    )
+                    return add_products(totals, state, keys, queries)
+
+                sums = lax.fori_loop(0, len(chunks) // unroll, read, whole.no_sums())
+                out, factor = token_output(finish_sums(sums), value, gates)
+                store(out_g.at[start, out_columns], out)
+
+                def write(i, _):
+                    refs = [state_s.at[c] for c in some(i)]
+                    keys = whole.load_keys([keys_s.at[c] for c in some(i)])
+                    for ref, s in zip(refs, whole.update(whole.load(refs), keys, factor, gates[0]), strict=True):
+                        store(ref, s)
+                    return 0
+
+                lax.fori_loop(0, len(chunks) // unroll, write, 0)
+
+            @pl.when(end - start > 1)
+            def _():
+                first_state()
+                narrow = Tile(16)
+
+                def slab(j, _):
+                    refs = [state_s.at[c, pl.ds(j * 16, 16)] for c in chunks]
+                    state = by_token(narrow, narrow.load(refs), j * 16)
+                    for ref, s in zip(refs, state, strict=True):
+                        store(ref, s)
+                    return 0
+
+                plgpu.commit_smem()
+                lax.fori_loop(0, tile // 16, slab, 0)
+
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(state_s, state_g)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+        pl.when(live & (end > start))(bulk if plan.bulk else plain)
+
         @pl.when(jnp.logical_not(live))
         def _():
-            def clear(t, _):
-                store(out_g.at[t, out_columns], zeros((tile,), value_layout))
-                return 0
+            zero_tokens(out_g, start, end, out_columns, whole.value_layout)
 
-            lax.fori_loop(start, end, clear, 0)
+        zero_uncovered(offset_g, out_g, out_columns, whole.value_layout, b, batch)
 
-        zero_uncovered(offset_g, out_g, out_columns, value_layout, b, batch)
+    num_blocks = min(_MULTIPROCESSORS * (3 // plan.warpgroups), -(-num_programs // plan.warpgroups))
+    num_workers = num_blocks * plan.warpgroups
 
-    scratch = []
-    if ring is not None:
-        scratch += [plgpu.SMEM((window, tile), jnp.float32)]
-    if windowed:
-        scratch += [
-            plgpu.SMEM((2, window, key_dim), qkv.dtype),
-            plgpu.SMEM((2, window, key_dim), qkv.dtype),
-            plgpu.SMEM((2, window, tile), qkv.dtype),
-            plgpu.SMEM((window, key_dim), jnp.float32),
-            plgpu.SMEM((window, key_dim), jnp.float32),
-            plgpu.SMEM((5, window), jnp.float32),
-            plgpu.Barrier(num_arrivals=3, num_barriers=2),
+    def streamed(qkv_g, decay_g, beta_g, slot_g, offset_g, has_g, *refs):
+        """Tiles one after the other; the next one's state and first tokens are on their way while one is computed.
+
+        Windows are numbered through, tile by tile; window w is held in stage w % 2.
+        """
+        if ring is None:
+            pool_g, out_g, state_arrived, tokens_arrived, *scratch = refs
+        else:
+            ring_slot_g, pool_g, ring_g, out_g, state_arrived, tokens_arrived, *scratch = refs
+        warpgroup = lax.axis_index("warpgroup")
+        worker = lax.axis_index("block") * plan.warpgroups + warpgroup
+        scratch = [ref.at[warpgroup] for ref in scratch]
+        state_s, raw_keys, raw_queries, raw_values, keys_s, queries_s, gates_s, *scratch = scratch
+        if ring is not None:
+            (factors,) = scratch
+        vectors = KeyVectors(key_dim, window)
+        gate_layout = vectors.layout.reduce(1)
+        count_tiles = lax.div(num_programs - worker + (num_workers - 1), num_workers)
+
+        def bounds(n):
+            """Row of the worker's tile n: its slot, its tokens, and whether there is anything to compute."""
+            b, _, _ = where(worker + jnp.minimum(n, count_tiles - 1) * num_workers)
+            start, end = row_bounds(offset_g, b, num_tokens)
+            slot = slot_g[b]
+            return slot, start, end, is_row_of(slot, max_slots) & (end > start) & (n < count_tiles)
+
+        def fetch_tokens(n, first, w):
+            _, h, v0 = where(worker + n * num_workers)
+            key_columns, query_columns, value_at = token_columns(h)
+            stage = lax.rem(w, 2)
+            for columns, raw in (
+                (key_columns, raw_keys),
+                (query_columns, raw_queries),
+                (pl.ds(value_at + v0, tile), raw_values),
+            ):
+                plgpu.copy_gmem_to_smem(
+                    qkv_g.at[pl.ds(first, window), columns],
+                    raw.at[stage],
+                    tokens_arrived.at[2 * warpgroup + stage],
+                )
+
+        def fetch_tile(n, row, w):
+            """State and first window, numbered w, of tile n."""
+            slot, start, _, busy = row
+
+            @pl.when(busy)
+            def _():
+                _, h, v0 = where(worker + n * num_workers)
+                source = pool_g.at[slot, h, :, pl.ds(v0, tile)]
+                plgpu.copy_gmem_to_smem(source, state_s, state_arrived.at[warpgroup])
+                fetch_tokens(n, start, w)
+
+        def gates_from(first):
+            """First token whose gates are loaded: earlier than `first` where the array would end too soon."""
+            return jnp.minimum(first, num_tokens - window)
+
+        def load_gates(n, first):
+            _, h, _ = where(worker + jnp.minimum(n, count_tiles - 1) * num_workers)
+            at = pl.ds(gates_from(first), window)
+            return [load(g.at[at, h], gate_layout) for g in (decay_g, beta_g)]
+
+        def prepare(stage, decay, beta):
+            """Puts keys and queries of a window into shared memory in float32, and the gates of its tokens."""
+            keys, queries = vectors.load(raw_keys.at[stage]), vectors.load(raw_queries.at[stage])
+            vectors.store(keys_s, keys)
+            vectors.store(queries_s, queries)
+            for n, gate in enumerate((decay, beta, *vectors.scales(keys, queries))):
+                store(gates_s.at[n], gate)
+            plgpu.commit_smem()
+
+        def tile_of(n, carry):
+            row, next_row, decay, beta, w = carry
+            slot, start, end, busy = row
+            b, h, v0 = where(worker + n * num_workers)
+            after_next = bounds(n + 2)
+            out_columns = pl.ds(h * value_dim + v0, tile)
+            if ring is None:
+                commits = True
+            else:
+                to = ring_row(ring_g, ring_slot_g[b], end - start)
+                commits = end - start > ring_g.shape[2]
+
+            def window_of(carry):
+                first, state, decay, beta, w = carry
+                stage = lax.rem(w, 2)
+                count = jnp.minimum(end - first, window)
+                last = first + window >= end
+                gate_shift = first - gates_from(first)
+                plgpu.commit_smem()
+
+                @pl.when(last)
+                def _():
+                    fetch_tile(n + 1, next_row, w + 1)
+
+                @pl.when(jnp.logical_not(last))
+                def _():
+                    fetch_tokens(n, first + window, w + 1)
+
+                next_gates = load_gates(jnp.where(last, n + 1, n), jnp.where(last, next_row[1], first + window))
+                plgpu.barrier_wait(tokens_arrived.at[2 * warpgroup + stage])
+                prepare(stage, decay, beta)
+
+                def operands(p):
+                    return (
+                        whole.load_keys([keys_s.at[p, c] for c in chunks]),
+                        whole.load_keys([queries_s.at[p, c] for c in chunks]),
+                        load(raw_values.at[stage, p], whole.value_layout),
+                        [gates_s[n, p + gate_shift if n < 2 else p] for n in range(5)],
+                    )
+
+                def step(p, state, operands, needed=None):
+                    state, out, factor = whole.step(state, *operands, needed=needed)
+                    store(out_g.at[first + p, out_columns], out)
+                    if ring is not None:
+                        store(factors.at[p], factor)
+                    return state
+
+                def straight(g, state):
+                    """`_GROUP` tokens, each one's operands loaded before the output ahead of it is stored."""
+                    following = operands(g * _GROUP)
+                    for p in (g * _GROUP + u for u in range(_GROUP)):
+                        current = following
+                        following = operands(jnp.minimum(p + 1, window - 1))
+                        needed = None if ring is None else commits | (first + p + 1 < end)
+                        state = step(p, state, current, needed)
+                    return state
+
+                groups = lax.div(count, _GROUP)
+                state = lax.fori_loop(0, groups, straight, state)
+                state = lax.fori_loop(groups * _GROUP, count, lambda p, s: step(p, s, operands(p)), state)
+                if ring is not None:
+                    plgpu.commit_smem()
+
+                    @pl.when(to >= 0)
+                    def _():
+                        def write(p, _):
+                            record = ring_g.at[to, lax.div(h, group), first - start + p]
+                            member, decay = lax.rem(h, group), gates_s[0, p + gate_shift]
+                            write_record(record, member, group, v0, keys_s.at[p], factors.at[p], decay, value_dim)
+                            return 0
+
+                        lax.fori_loop(0, count, write, 0)
+
+                return first + window, state, *next_gates, w + 1
+
+            def compute():
+                plgpu.barrier_wait(state_arrived.at[warpgroup])
+                state = lax.cond(
+                    has_g[b],
+                    lambda: whole.load([state_s.at[c] for c in chunks]),
+                    lambda: whole.zeros(len(chunks)),
+                )
+                carry = (start, state, decay, beta, w)
+                _, state, *rest = lax.while_loop(lambda c: c[0] < end, window_of, carry)
+
+                @pl.when(commits)
+                def _():
+                    for c, s in zip(chunks, state, strict=True):
+                        store(pool_g.at[slot, h, c, pl.ds(v0, tile)], s)
+
+                return rest
+
+            def skip():
+                fetch_tile(n + 1, next_row, w)
+
+                @pl.when(jnp.logical_not(is_row_of(slot, max_slots)))
+                def _():
+                    zero_tokens(out_g, start, end, out_columns, whole.value_layout)
+
+                return [*load_gates(n + 1, next_row[1]), w]
+
+            decay, beta, w = lax.cond(busy, compute, skip)
+            zero_uncovered(offset_g, out_g, out_columns, whole.value_layout, b, batch)
+            return next_row, after_next, decay, beta, w
+
+        first_row = bounds(0)
+        fetch_tile(0, first_row, 0)
+        carry = (first_row, bounds(1), *load_gates(0, first_row[1]), jnp.int32(0))
+        lax.fori_loop(0, count_tiles, tile_of, carry)
+
+    f32 = jnp.float32
+    if window:
+
+        def shared(*shape, dtype=f32):
+            return plgpu.SMEM((plan.warpgroups, *shape), dtype)
+
+        scratch = [
+            plgpu.Barrier(num_arrivals=1, num_barriers=plan.warpgroups),
+            plgpu.Barrier(num_arrivals=3, num_barriers=2 * plan.warpgroups),
+            shared(key_dim, tile, dtype=pool.dtype),
+            shared(2, window, key_dim, dtype=qkv.dtype),
+            shared(2, window, key_dim, dtype=qkv.dtype),
+            shared(2, window, tile, dtype=qkv.dtype),
+            shared(window, key_dim),
+            shared(window, key_dim),
+            shared(5, window),
         ]
+        if ring is not None:
+            scratch.append(shared(window, tile))
+        threads = {"num_threads": plan.warpgroups, "thread_name": "warpgroup"}
+    else:
+        scratch = [plgpu.SMEM((key_dim,), f32), plgpu.SMEM((key_dim,), f32)]
+        if ring is not None:
+            scratch.append(plgpu.SMEM((tile,), f32))
+        if plan.bulk:
+            scratch += [plgpu.SMEM((key_dim, tile), pool.dtype), plgpu.Barrier()]
+        threads = {}
     kernel = plgpu.kernel(
-        body,
+        streamed if window else direct,
         out_type=jax.ShapeDtypeStruct((num_tokens, num_value_heads * value_dim), qkv.dtype),
-        grid=(batch * num_value_heads * num_tiles,),
-        grid_names=("tile",),
+        grid=(num_blocks if window else num_programs,),
+        grid_names=("block",),
         scratch_types=scratch,
         compiler_params=compiler_params(),
         interpret=interpret,
+        **threads,
     )
     if ring is None:
         return kernel(*tokens, *rows, pool)
     return kernel(*tokens, *rows, ring_slot_idx, pool, ring)
+
+
+def ring_row(ring, ring_slot, length):
+    """The ring row that the records of a row of `length` tokens go to, or -1."""
+    return jnp.where(is_row_of(ring_slot, ring.shape[0]) & (length <= ring.shape[2]), ring_slot, -1)
 
 
 def write_record(record, member, group, v0, key, factor, decay, value_dim):
@@ -380,7 +691,7 @@ def write_record(record, member, group, v0, key, factor, decay, value_dim):
 
     Key and factor come from shared memory, so that the accesses can be as narrow as the record's alignment asks.
     """
-    (key_dim,), (tile,) = key.shape, factor.shape
+    (key_dim,), (_tile,) = key.shape, factor.shape
     stride = record.shape[-1]
 
     def copy(source, at):
