@@ -21,6 +21,19 @@ SPARE_SLOTS = 2
 CROSSOVER_LENGTHS = (1, 8, 16, 32, 64, 128, 256)
 CROSSOVER_LENGTHS_XLA = (1, 16, 64, 256)
 
+# Cases whose first call is timed: tracing, lowering and compiling, with nothing else running.
+FIRST_CALLS = (
+    *(f"decode/{short}/B{batch}" for short in SHORT for batch in (1, 128)),
+    *(f"verify4/{short}/B64" for short in SHORT),
+    *(f"fold4/{short}/L8/B64" for short in SHORT),
+    "conv/T8192",
+    "conv/B128",
+    "recurrent/f32/1x8192",
+    "prefill/bf16/nv32/1x8192",
+    "prefill/bf16/nv32/8x1024",
+    "prefill/f32/nv32/1x8192",
+)
+
 # float32 products and sums a second outside the tensor cores, from the data sheets.
 VECTOR_FLOPS = {"H200": 67e12, "H100": 67e12}
 
@@ -46,7 +59,7 @@ class Case:
     lengths: tuple[int, ...]
     token_dtype: str = "bfloat16"
     pool_dtype: str = "float32"
-    algorithm: str = "recurrent"
+    algorithm: Literal["auto", "recurrent", "chunked"] = "recurrent"
     num_layers: int = 1
     implementation: str | None = None
 
@@ -66,6 +79,11 @@ class Case:
     def is_main(self) -> bool:
         """Whether the case stands for itself; the crossover cases are the points of two curves."""
         return not self.name.startswith("crossover/")
+
+    @property
+    def group(self) -> str:
+        """Cases whose programs are compiled together."""
+        return "main" if self.is_main else self.name[: self.name.index("/L")]
 
     def tiny(self) -> "Case":
         """The same call on a few short rows and small heads, for trying the harness itself."""
@@ -103,20 +121,17 @@ def _all_cases() -> tuple[Case, ...]:
         rows = ROWS[f"prefill_{batch}"]
         cases.append(Case(f"prefill/bf16/{heads}/{batch}", "recurrence", geometry, rows, algorithm="chunked"))
     long_row, eight_rows = ROWS["prefill_1x8192"], ROWS["prefill_8x1024"]
-    f32 = {"token_dtype": "float32"}
     cases += [
-        Case("prefill/f32/nv32/1x8192", "recurrence", whole, long_row, algorithm="chunked", **f32),
-        Case("recurrent/f32/1x8192", "recurrence", whole, long_row, **f32),
-        Case("recurrent/f32/8x1024", "recurrence", whole, eight_rows, **f32),
+        Case("prefill/f32/nv32/1x8192", "recurrence", whole, long_row, "float32", algorithm="chunked"),
+        Case("recurrent/f32/1x8192", "recurrence", whole, long_row, "float32"),
+        Case("recurrent/f32/8x1024", "recurrence", whole, eight_rows, "float32"),
         Case("recurrent/bf16/1x8192", "recurrence", whole, long_row),
     ]
     for batch in (1, 8, 64):
         for length in CROSSOVER_LENGTHS:
             name, rows = f"crossover/B{batch}/L{length}", (length,) * batch
-            cases += [
-                Case(f"{name}/{algorithm}", "recurrence", whole, rows, algorithm=algorithm)
-                for algorithm in ("recurrent", "chunked")
-            ]
+            cases.append(Case(f"{name}/recurrent", "recurrence", whole, rows))
+            cases.append(Case(f"{name}/chunked", "recurrence", whole, rows, algorithm="chunked"))
             if length in CROSSOVER_LENGTHS_XLA:
                 cases.append(Case(f"{name}/xla", "recurrence", whole, rows, algorithm="auto", implementation="xla"))
     return tuple(cases)

@@ -1,13 +1,18 @@
 """The process that measures this package: `python -m benchmarks` starts it."""
 
 import argparse
+import concurrent.futures
 import dataclasses
+import functools
 import importlib.metadata
+import itertools
+import os
 import platform
 import sys
 import time
 import traceback
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -27,58 +32,82 @@ XLA_OVER_FLOOR = 30.0
 class Call:
     """A case as a function of JAX arrays: `step(args, state) -> (state, out)`."""
 
-    step: object
+    step: Callable
     args: tuple
     state: tuple
 
 
 def make_call(case: Case, inputs: Inputs, as_shapes: bool = False) -> Call:
+    """The call on the device; with `as_shapes`, for programs that are compiled before their inputs are there."""
+
     def arrays(*values):
         if as_shapes:
             return tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in values)
         return tuple(jnp.asarray(x) for x in values)
 
-    named = {"implementation": case.implementation}
+    x = inputs
     if case.operation == "conv1d":
-
-        def step(args, state):
-            tokens, weight, slot_idx, offsets = args
-            out, pool = gdn_jax.gated_delta_conv1d_fwd(
-                tokens, weight, state[0], slot_idx, offsets, activation="silu", **named
-            )
-            return (pool,), out
-
-        args = arrays(inputs.tokens, inputs.weight, inputs.slot_idx, inputs.offsets)
-        return Call(step, args, arrays(inputs.pool))
+        args = arrays(x.tokens, x.weight, x.slot_idx, x.offsets)
+        return Call(functools.partial(_conv1d, case), args, arrays(x.pool))
     if case.operation == "state_fold":
-
-        def step(args, state):
-            return (gdn_jax.gated_delta_state_fold(state[0], *args, **named),), ()
-
-        args = arrays(inputs.ring, inputs.row_ids, inputs.ring_row_ids, inputs.num_accepted)
-        return Call(step, args, arrays(inputs.pool))
+        args = arrays(x.ring, x.row_ids, x.ring_row_ids, x.num_accepted)
+        return Call(functools.partial(_fold, case), args, arrays(x.pool))
     if case.operation == "verify_ring":
+        args = arrays(x.tokens, x.decay, x.beta, x.slot_idx, x.ring_row_ids, x.offsets)
+        return Call(functools.partial(_verify, case), args, arrays(x.pool, x.ring))
+    args = arrays(x.tokens, x.decay, x.beta, x.slot_idx, x.offsets)
+    return Call(functools.partial(_recurrence, case), args, arrays(x.pool))
 
-        def step(args, state):
-            tokens, decay, beta, slot_idx, ring_slot_idx, offsets = args
-            out, ring, pool = gdn_jax.gated_delta_recurrence_verify_ring(
-                tokens, decay, beta, *state, slot_idx, ring_slot_idx, offsets, **named
-            )
-            return (pool, ring), out
 
-        tokens = inputs.tokens, inputs.decay, inputs.beta
-        args = arrays(*tokens, inputs.slot_idx, inputs.ring_row_ids, inputs.offsets)
-        return Call(step, args, arrays(inputs.pool, inputs.ring))
+def _conv1d(case: Case, args, state):
+    tokens, weight, slot_idx, offsets = args
+    (pool,) = state
+    out, pool = gdn_jax.gated_delta_conv1d_fwd(
+        tokens, weight, pool, slot_idx, offsets, activation="silu", implementation=case.implementation
+    )
+    return (pool,), out
 
-    def step(args, state):
-        tokens, decay, beta, slot_idx, offsets = args
-        out, pool = gdn_jax.gated_delta_recurrence_fwd(
-            tokens, decay, beta, state[0], slot_idx, offsets, algorithm=case.algorithm, **named
-        )
-        return (pool,), out
 
-    args = arrays(inputs.tokens, inputs.decay, inputs.beta, inputs.slot_idx, inputs.offsets)
-    return Call(step, args, arrays(inputs.pool))
+def _fold(case: Case, args, state):
+    ring, row_ids, ring_row_ids, num_accepted = args
+    (pool,) = state
+    pool = gdn_jax.gated_delta_state_fold(
+        pool, ring, row_ids, ring_row_ids, num_accepted, implementation=case.implementation
+    )
+    return (pool,), ()
+
+
+def _verify(case: Case, args, state):
+    tokens, decay, beta, slot_idx, ring_slot_idx, offsets = args
+    pool, ring = state
+    out, ring, pool = gdn_jax.gated_delta_recurrence_verify_ring(
+        tokens, decay, beta, pool, ring, slot_idx, ring_slot_idx, offsets, implementation=case.implementation
+    )
+    return (pool, ring), out
+
+
+def _recurrence(case: Case, args, state):
+    tokens, decay, beta, slot_idx, offsets = args
+    (pool,) = state
+    out, pool = gdn_jax.gated_delta_recurrence_fwd(
+        tokens,
+        decay,
+        beta,
+        pool,
+        slot_idx,
+        offsets,
+        algorithm=case.algorithm,
+        implementation=case.implementation,
+    )
+    return (pool,), out
+
+
+def first_call_s(case: Case) -> float:
+    """Seconds to trace, lower and compile one call."""
+    call = make_call(case, shapes_of(case), as_shapes=True)
+    start = time.perf_counter()
+    jax.jit(call.step, donate_argnums=1).lower(call.args, call.state).compile()
+    return time.perf_counter() - start
 
 
 def plan_of(case: Case, floor_us: float, implementation: str | None) -> timing.Plan:
@@ -90,89 +119,83 @@ def plan_of(case: Case, floor_us: float, implementation: str | None) -> timing.P
 def served_by(program) -> str:
     """Which implementation a compiled program calls."""
     text = program.as_text()
-    return next((name for name in ("mosaic_gpu", "triton") if name in text), "xla")
-
-
-@jax.jit
-def _sound(out, num_heads):
-    """Whether everything is finite, and whether no head of a token was left at zero."""
-    heads = out.astype(jnp.float32).reshape(out.shape[0], num_heads.shape[0], -1)
-    return jnp.isfinite(heads).all(), (jnp.abs(heads).max(-1) > 0).all()
-
-
-def poison(shape, dtype) -> None:
-    """Leaves NaN in memory that the next outputs of this shape are likely to get."""
-    jax.block_until_ready(jnp.full(shape, jnp.nan, dtype)).delete()
+    targets = {"mosaic_gpu": "mosaic_gpu", "triton_kernel_call": "triton"}
+    return next((name for target, name in targets.items() if target in text), "xla")
 
 
 class Suite:
+    """Cases in groups: every program of a group is compiled, on all cores, then one case after another is timed."""
+
     def __init__(self, copy_gbps: float, matmul_tflops: float | None, device: str, deadline: float):
         self.copy_gbps, self.matmul_tflops, self.device = copy_gbps, matmul_tflops, device
         self.deadline = deadline
-        self.aside = ThreadPoolExecutor(2)
+        self.threads = ThreadPoolExecutor(max(min(os.cpu_count() or 1, 16) - 2, 1))
 
     def run(self, selected: list[Case]) -> None:
-        """Each case in turn; the inputs of the next one and the oracle are computed while a program compiles."""
-        coming = self.aside.submit(cases.make_inputs, selected[0]) if selected else None
-        slowest, out_of_time = 0.0, False
-        for case, following in zip(selected, [*selected[1:], None], strict=True):
-            start = time.monotonic()
-            if out_of_time or start + slowest > self.deadline:
-                out_of_time = True
-                emit("skipped", case=case.name, impl=IMPL, reason="time budget")
-                continue
-            assert coming is not None
-            inputs = coming.result()
+        first_calls = {c.name: self.guarded(c, first_call_s) for c in selected if c.name in cases.FIRST_CALLS}
+        for _, group in itertools.groupby(selected, key=lambda case: case.group):
+            waiting = [(case, prepared) for case in group if (prepared := self.guarded(case, self.prepare))]
+            concurrent.futures.wait([future for _, prepared in waiting for future in prepared])
+            while waiting:  # nothing else runs while a case is timed
+                case, prepared = waiting.pop(0)
+                self.guarded(case, self.measure, *prepared, first_calls.get(case.name))
 
-            def prepare(following=following):
-                return self.aside.submit(cases.make_inputs, following) if following else None
+    def guarded(self, case: Case, function: Callable, *args):
+        """What the function returns; None where it fails or time is up, which does not cost the other cases theirs."""
+        if time.monotonic() > self.deadline:
+            emit("skipped", case=case.name, impl=IMPL, reason="time budget")
+            return None
+        try:
+            return function(case, *args)
+        except Exception as error:
+            traceback.print_exc()
+            emit("skipped", case=case.name, impl=IMPL, reason=f"{type(error).__name__}: {str(error)[:300]}")
+            return None
 
-            try:
-                coming = self.one(case, inputs, prepare)
-            except Exception as error:  # the other cases are still worth their time
-                traceback.print_exc()
-                emit("skipped", case=case.name, impl=IMPL, reason=f"{type(error).__name__}: {str(error)[:300]}")
-                coming = prepare()
-            slowest = max(0.7 * slowest, time.monotonic() - start)
+    def floor_us(self, case: Case) -> float:
+        return cases.work(case).floor_us(self.copy_gbps, self.matmul_tflops, self.device)
 
-    def one(self, case: Case, inputs: Inputs, prepare_next):
-        work = cases.work(case)
-        floor_us = work.floor_us(self.copy_gbps, self.matmul_tflops, self.device)
-        call = make_call(case, inputs)
-        record = {"case": case.name, "impl": IMPL, "median_us": None, "floor_us": round(floor_us, 3)}
-        plan = plan_of(case, floor_us, "xla" if self.device == "cpu" else case.implementation)
-        if case.is_main:
-            start = time.perf_counter()
-            single = jax.jit(call.step, donate_argnums=1).lower(call.args, call.state).compile()
-            record["first_call_s"] = round(time.perf_counter() - start, 2)
-            record["implementation"] = served_by(single)
-            for aval in jax.tree.leaves(jax.eval_shape(call.step, call.args, call.state)[1]):
-                poison(aval.shape, aval.dtype)
-            buffers = [x.unsafe_buffer_pointer() for x in call.state]
-            state, out = jax.block_until_ready(single(call.args, call.state))
-            record["in_place"] = buffers == [x.unsafe_buffer_pointer() for x in state]
-            errors = self.aside.submit(self.sample(case, inputs, state, out))
-            coming = prepare_next()
-            carry = timing.loop_carry(call.step, plan, call.args, state)
-            program = timing.loop_program(call.step, plan).lower(jnp.int32(0), call.args, carry).compile()
-        else:
-            # One program compiled instead of two; the calls of the check are its own.
-            coming = prepare_next()
-            carry = timing.loop_carry(call.step, plan, call.args, call.state)
-            program = timing.loop_program(call.step, plan).lower(jnp.int32(0), call.args, carry).compile()
-            record["implementation"] = served_by(program)
-            carry = jax.block_until_ready(program(jnp.int32(timing.ONCE), call.args, carry))
-            state, outs = carry
-            errors = self.aside.submit(self.sample(case, inputs, state, outs[0]))
-        record["rel_err"], record["state_rel_err"] = errors.result()
-        if coming:
-            coming.result()  # nothing else runs while a case is timed
+    def plan(self, case: Case) -> timing.Plan:
+        return plan_of(case, self.floor_us(case), "xla" if self.device == "cpu" else case.implementation)
+
+    def prepare(self, case: Case) -> tuple[Future, Future]:
+        """The program and the inputs."""
+        call = make_call(case, shapes_of(case), as_shapes=True)
+        inputs = self.threads.submit(cases.make_inputs, case)
+        plan = self.plan(case)
+        carry = timing.loop_carry(call.step, plan, call.args, call.state)
+        which = jax.ShapeDtypeStruct((), jnp.int32)
+        program = timing.loop_program(call.step, plan).lower(which, call.args, carry)
+        return self.threads.submit(program.compile), inputs
+
+    def measure(self, case: Case, compiling: Future, coming: Future, first_call_s: float | None) -> None:
+        program, values = compiling.result(), coming.result()
+        plan, call = self.plan(case), make_call(case, values)
+        carry = timing.loop_carry(call.step, plan, call.args, call.state)
+        buffers = [x.unsafe_buffer_pointer() for x in call.state]
+        carry = jax.block_until_ready(program(jnp.int32(timing.ONCE), call.args, carry))
+        in_place = buffers == [x.unsafe_buffer_pointer() for x in carry[0]]
+        rel_err, state_rel_err = self.check(case, values, *carry)
+        record = {
+            "case": case.name,
+            "impl": IMPL,
+            "implementation": served_by(program),
+            "median_us": None,
+            "floor_us": round(self.floor_us(case), 3),
+            "rel_err": rel_err,
+            "state_rel_err": state_rel_err,
+            "in_place": in_place,
+        }
+        if first_call_s is not None:
+            record["first_call_s"] = round(first_call_s, 2)
         budget = cases.budgets(case)
         # Written so that NaN fails.
-        if not (record["rel_err"] <= budget[0] and record["state_rel_err"] <= budget[1]):
+        if not (rel_err <= budget[0] and state_rel_err <= budget[1]):
             emit("record", **record, failed=f"errors over the budgets {budget[0]:g} and {budget[1]:g}: not timed")
-            return coming
-        median_us, spread_us, _ = timing.time_program(program, call.args, carry, plan)
+            return
+        seconds = 0.4 if case.is_main else 0.15
+        median_us, spread_us, _ = timing.time_program(program, call.args, carry, plan, seconds)
+        work = cases.work(case)
         record |= {
             "median_us": round(median_us, 3),
             "spread_us": round(spread_us, 3),
@@ -182,24 +205,22 @@ class Suite:
             "state_share_of_copy": round(work.state_bytes / median_us * 1e-3 / self.copy_gbps, 4),
         }
         emit("record", **record)
-        return coming
 
-    def sample(self, case: Case, inputs: Inputs, state, out):
-        """Checks what needs no oracle, and fetches what the oracle is compared with."""
+    def check(self, case: Case, inputs: Inputs, state, outs) -> tuple[float, float]:
+        """Errors of outputs and states on a sample; and that all outputs were written, and no slot of nobody."""
         pool = state[0]
         for slot in inputs.spare_slots:
             assert np.isnan(np.asarray(pool[slot]).astype(np.float32)).all(), "a slot that no row names was written"
-        if case.operation != "state_fold":
+        out = np.asarray(outs[0]) if case.operation != "state_fold" else np.empty((0, 0))
+        if out.size:
             groups = 1 if case.operation == "conv1d" else case.heads.num_value_heads
-            finite, written = _sound(out, jnp.zeros(groups))
-            assert finite, "an output is not finite"
-            assert written, "an output was not written"
+            checks.assert_written(out, groups)
         results = checks.Results(
-            tokens=lambda tokens, channels: np.asarray(out[tokens, channels]),
+            tokens=lambda tokens, channels: out[tokens, channels],
             state=lambda slot: np.asarray(pool[slot]),
             ring_row=(lambda row: np.asarray(state[1][row])) if case.operation == "verify_ring" else None,
         )
-        return checks.sampled(case, inputs, results)
+        return checks.sampled(case, inputs, results)()
 
 
 def versions() -> dict[str, str]:

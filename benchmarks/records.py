@@ -33,12 +33,12 @@ class ResultFile:
         self._command = command
         self._merge = merge
         self._keep = keep
-        self._content: dict | None = None
+        self._content: dict = {}
 
     def environment(self, impl: str, fields: dict) -> None:
         """What a process found before it measures. The package's own process decides the head of the file."""
         today = datetime.datetime.now(datetime.UTC).date().isoformat()
-        if self._content is None:
+        if not self._content:
             path = self.path = self.path or RESULTS / f"{result_name(fields['device'])}.json"
             old = json.loads(path.read_text()) if self._merge and path.exists() else {}
             if old.get("device", fields["device"]) != fields["device"]:
@@ -50,20 +50,19 @@ class ResultFile:
         content["skipped"] = [x for x in content["skipped"] if x["impl"] != impl]
         content["versions"] |= fields["versions"]
         if impl == "gdn_jax" or content["copy_gbps"] is None:
-            content |= {"date": today, "command": self._command}
-            content |= {name: fields.get(name) for name in ("copy_gbps", "matmul_tflops")}
+            rates = {name: fields.get(name) for name in ("copy_gbps", "matmul_tflops")}
+            content.update(date=today, command=self._command, **rates)
         self._write()
 
     def record(self, fields: dict) -> None:
         self._replace("records", fields)
 
     def skipped(self, fields: dict) -> None:
-        if self._content is not None:
+        if self._content:
             self._replace("skipped", fields)
 
     def _replace(self, where: str, fields: dict) -> None:
         content = self._content
-        assert content is not None, "a process reports its environment first"
 
         def key(x):
             return x.get("case"), x["impl"]
@@ -78,11 +77,11 @@ class ResultFile:
             return
         assert self.path is not None
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        lines = {name: value for name, value in (self._content or {}).items() if name not in ("records", "skipped")}
+        lines = {name: value for name, value in self._content.items() if name not in ("records", "skipped")}
         # One record a line, so that a change of one number is a change of one line.
         text = json.dumps(lines, indent=1)[:-2]
         for name in ("records", "skipped"):
-            entries = ",\n  ".join(json.dumps(x) for x in (self._content or {})[name])
+            entries = ",\n  ".join(json.dumps(x) for x in self._content[name])
             text += f',\n "{name}": [\n  {entries}\n ]' if entries else f',\n "{name}": []'
         temporary = self.path.with_suffix(".tmp")
         temporary.write_text(text + "\n}\n")

@@ -1,10 +1,10 @@
 """Device time of a call, from JAX programs that make many of them.
 
 A program of `loop_program` makes one call, or runs a loop of one of two lengths, each call on the pool that the call
-before it returned. The difference between two runs of it, one of each length, is the time of the calls alone: launching
-the program, and what it does before and after its loop, cancels. Nothing in the loop can be removed, merged or moved out
-of it: the operands of each call pass an optimisation barrier together with the pool, and every output is a result of the
-program.
+before it returned. The difference between two runs of it, one of each length, is the time of the calls alone: what it
+takes to launch the program, and to enter and leave its loop, cancels. Nothing in the loop can be removed, merged or
+moved out of it: the operands of each call pass an optimisation barrier together with the pool, and every output is a
+result of the program.
 """
 
 import dataclasses

@@ -29,8 +29,8 @@ NAMES = (
 def main() -> None:
     options = common.arguments()
     try:
-        import torch
-        from fla.ops.gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
+        import torch  # pyright: ignore[reportMissingImports]
+        from fla.ops import gated_delta_rule as rules  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         emit("skipped", impl=IMPL, reason=f"not installed: {error}")
         return
@@ -65,7 +65,7 @@ def main() -> None:
         options["initial_state"] = on_gpu(inputs.pool[inputs.slot_idx])
         if not short and batch > 1:
             options["cu_seqlens"] = on_gpu(inputs.offsets.astype(np.int64))
-        function = fused_recurrent_gated_delta_rule if short else chunk_gated_delta_rule
+        function = rules.fused_recurrent_gated_delta_rule if short else rules.chunk_gated_delta_rule
 
         start = time.perf_counter()
         out, state = function(q, k, v, **options)

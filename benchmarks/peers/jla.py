@@ -27,7 +27,7 @@ def main() -> None:
     try:
         import jax
         import jax.numpy as jnp
-        from jla import ops
+        from jla import ops  # pyright: ignore[reportAttributeAccessIssue]
     except ImportError as error:
         emit("skipped", impl=IMPL, reason=f"not installed: {error}")
         return
