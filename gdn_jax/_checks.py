@@ -53,7 +53,7 @@ class Arguments:
     def flags(self, name: str, value, batch_size: int) -> jax.Array:
         """A bool array `[batch_size]`; None is all true."""
         if value is None:
-            return jnp.ones((batch_size,), bool)
+            return jnp.asarray(np.ones((batch_size,), bool))  # a constant of the program, not an operation in it
         return self.array(name, value, ("batch_size",), ("bool",))
 
     def shape(self, name: str, shape: tuple[int, ...], dims: Sequence[str]) -> None:

@@ -177,20 +177,23 @@ class Operation:
         for i, (spec, want) in enumerate(zip(got, in_specs, strict=True)):
             if i == 0 and self._own_heads is not None:
                 continue  # any sharding will do: it is gathered, and every device takes its own heads from it
-            if names or spec != (*want, *[None] * args[i].ndim)[: args[i].ndim]:
+            # What comes whole is cut without communication; what is split otherwise would have to be gathered first.
+            if names or spec not in ((None,) * args[i].ndim, (*want, *[None] * args[i].ndim)[: args[i].ndim]):
                 raise ValueError(
                     f"{self.name}: argument {i} of shape {args[i].shape} is sharded as {PartitionSpec(*spec)}, must be "
                     f"{want}: on an explicit mesh every argument with heads is split along its head axis, all over one "
                     "mesh axis, and nothing else is split"
                 )
+        args = [
+            jax.sharding.reshard(x, jax.sharding.NamedSharding(mesh, want))
+            for x, want in zip(args, in_specs, strict=True)
+        ]
 
         def shard(*args):
             if self._own_heads is not None and name is not None:
                 args = self._own_heads(args, jax.lax.axis_index(name), mesh.shape[name])
             return tuple(call(*args))
 
-        if self._own_heads is not None:
-            args = [jax.sharding.reshard(args[0], jax.sharding.NamedSharding(mesh, PartitionSpec())), *args[1:]]
         out_specs = tuple(_spec_at(axis, name) for axis in out_axes)
         return list(
             jax.shard_map(shard, mesh=mesh, in_specs=tuple(in_specs), out_specs=out_specs, check_vma=False)(*args)

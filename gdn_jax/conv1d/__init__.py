@@ -8,6 +8,7 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from gdn_jax._checks import FLOATS, Arguments
 from gdn_jax._primitive import Implementation, Operation, mosaic_gpu
@@ -117,7 +118,7 @@ def gated_delta_conv1d_fwd(
     args.derive("batch_size + 1", args.sizes["batch_size"] + 1, "slot_idx")
     offsets = args.offsets("input_row_offsets", input_row_offsets, ("batch_size + 1",), qkv.shape[0])
     if bias is None:
-        bias = jnp.zeros_like(weight[:, 0])  # like the weight on a mesh, too
+        bias = np.zeros((qkv.shape[1],), weight.dtype)  # a constant of the program, not an operation in it
     bias = args.array("bias", bias, ("conv_dim",), FLOATS)
     has_state = args.flags("has_initial_state", has_initial_state, args.sizes["batch_size"])
     if 0 in (*qkv.shape, *state.shape, args.sizes["batch_size"]):
