@@ -694,6 +694,9 @@ def _pass(qkv, w, r, vec, slot_idx, offsets, has_initial_state, scales, pool, *,
                     shapes = [(C, C)] * 3 + [(C, LINE)] * halves
                     carry = _accumulate(interpret, shapes, chunk)
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                    if interpret is not None:
+                        # Here products read like ordinary loads, and copies must not overtake those.
+                        plgpu.commit_smem()
                     plgpu.barrier_arrive(in_free.at[s])
                     return carry
 

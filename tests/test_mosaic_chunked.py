@@ -1,0 +1,183 @@
+"""The chunked Mosaic GPU kernels without a GPU: interpreted against the oracle, and lowered for CUDA."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+import gdn_jax.recurrence.mosaic_gpu_chunked as chunked
+from tests import oracle, shapes
+from tests.harness import (
+    OUTPUT_BUDGET,
+    assert_close,
+    assert_other_rows_kept,
+    assert_same_bits,
+    assert_zero,
+    state_budget,
+)
+
+RACES = plgpu.InterpretGPUParams(detect_races=True)
+recurrence = partial(chunked.recurrence, algorithm="chunked", precision=None)
+
+
+def make(lengths, heads, slots, *, tokens="bfloat16", pool="float32", extra=0, first=0, fresh=(), inputs="trained"):
+    """Operands of the recurrence; `extra` tokens after and `first` before the rows hold NaN."""
+    heads = shapes.Heads(*heads)
+    offsets = shapes.row_offsets(lengths, first)
+    num_tokens = int(offsets[-1]) + extra
+    source = {
+        "trained": shapes.trained_tokens,
+        "resetting": shapes.resetting_tokens,
+        "repeated": shapes.repeated_keys,
+        "alternating": partial(shapes.repeated_keys, alternate=True),
+        "zero": shapes.zero_rows,
+    }[inputs]
+    qkv, decay, beta = source(heads, num_tokens, tokens, seed=sum(lengths))
+    outside = np.r_[0:first, int(offsets[-1]) : num_tokens]
+    for x in (qkv, decay, beta):
+        x[outside] = np.nan
+    state = shapes.state_pool(heads, max(slots) + 2, pool)
+    live = [s for s in slots if 0 <= s < state.shape[0]]
+    state[np.setdiff1d(np.arange(state.shape[0]), live)] = np.nan
+    state[[slots[b] for b in fresh]] = np.nan
+    has = np.array([b not in fresh for b in range(len(lengths))])
+    return [jnp.asarray(x) for x in (qkv, decay, beta, state, np.int32(slots), offsets, has)]
+
+
+def check(args, out, pool):
+    qkv, _, _, state, slots, offsets, _ = args
+    reference = oracle.recurrence(*args)
+    dtype = qkv.dtype.name
+    live = oracle.owners(slots, offsets, state.shape[0], qkv.shape[0]) > 0
+    assert_zero(np.asarray(out)[~live])
+    assert_close(np.asarray(out)[live], reference[0][live], OUTPUT_BUDGET["chunked", dtype], "outputs")
+    bounds = oracle.row_bounds(offsets, qkv.shape[0])
+    rows = zip(np.asarray(slots), bounds, strict=True)
+    written = [int(s) for s, (lo, hi) in rows if lo < hi and 0 <= s < state.shape[0]]
+    budget = state_budget("chunked", dtype, pool.dtype.name)
+    assert_close(np.asarray(pool)[written], reference[1][written], budget, "states")
+    assert_other_rows_kept(pool, np.asarray(state), written)
+
+
+CASES = {
+    # every pipeline stage used twice, and a tail
+    "long": dict(lengths=[7 * 64 + 9], heads=(1, 1, 64, 64), slots=[1], extra=3),
+    "ragged": dict(
+        lengths=[3, 0, 70, 64, 1], heads=(1, 2, 64, 64), slots=[1, 0, 7, 3, 5], extra=70, first=2, fresh=(3,),
+        tokens="float16", pool="bfloat16",
+    ),
+    "short": dict(lengths=[5, 8], heads=(1, 1, 64, 64), slots=[1, -1], tokens="float16", pool="float16"),
+    "full head": dict(lengths=[130], heads=(1, 1, 128, 128), slots=[0]),
+    "wide key": dict(lengths=[70], heads=(1, 1, 256, 64), slots=[0]),
+    "wide value": dict(lengths=[70], heads=(1, 1, 64, 256), slots=[0]),
+    "float32": dict(lengths=[70, 5], heads=(1, 2, 64, 64), slots=[0, 2], tokens="float32", extra=2, first=3, fresh=(1,)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_cases(name):
+    args = make(**CASES[name])
+    check(args, *recurrence(*args, interpret=RACES))
+
+
+def test_two_value_tiles(monkeypatch):
+    """What many rows run: two warpgroups that share keys, queries, W and R."""
+    monkeypatch.setattr(chunked, "_tiles", lambda *_: 2)
+    args = make([70, 200], (1, 1, 64, 128), [1, 0])
+    check(args, *recurrence(*args, interpret=RACES))
+
+
+@pytest.mark.parametrize("tokens", ["bfloat16", "float32"])
+@pytest.mark.parametrize("inputs", ["resetting", "repeated", "alternating", "zero"])
+def test_hard_inputs(inputs, tokens):
+    args = make([256], (1, 1, 64, 64), [0], tokens=tokens, inputs=inputs)
+    check(args, *recurrence(*args, interpret=plgpu.InterpretGPUParams()))
+
+
+def test_any_size_of_values():
+    """float32 values far outside the range of float16, each row at its own scale."""
+    args = make([66, 5], (1, 1, 64, 64), [0, 1], tokens="float32")
+    size = np.repeat([1e30, 1e-30], [66, 5])[:, None]
+    args[0] = args[0].at[:, 128:].multiply(size)
+    args[3] = args[3].at[:2].multiply(jnp.asarray([1e30, 1e-30])[:, None, None, None])
+    out, pool = recurrence(*args, interpret=plgpu.InterpretGPUParams())
+    expected, states = oracle.recurrence(*args)
+    for row, tokens in enumerate((slice(66), slice(66, None))):
+        assert_close(np.asarray(out)[tokens], expected[tokens], 1e-3, "outputs")
+        assert_close(np.asarray(pool)[row], states[row], 1e-3, "states")
+
+
+def test_offsets_that_decrease():
+    args = make([300], (1, 1, 64, 64), [0, 1, 2, 3])
+    args[5] = jnp.asarray([250, 20, 10, 120, 90], jnp.int32)
+    args[6] = jnp.ones(4, bool)
+    check(args, *recurrence(*args, interpret=RACES))
+
+
+def test_rows_that_overlap():
+    """Malformed: the results of such rows are unspecified, but nothing hangs and no other row is touched."""
+    args = make([200], (1, 1, 64, 64), [0, 1, 2])
+    args[5] = jnp.asarray([0, 2**31 - 1, 0, 200], jnp.int32)
+    args[6] = jnp.ones(3, bool)
+    _, pool = recurrence(*args, interpret=plgpu.InterpretGPUParams())
+    assert_other_rows_kept(pool, np.asarray(args[3]), [0, 2])
+
+
+def test_a_row_does_not_depend_on_the_batch():
+    args = make([70, 64, 9], (1, 1, 64, 64), [2, 0, 1])
+    out, pool = recurrence(*args, interpret=plgpu.InterpretGPUParams())
+    alone = [*args[:4], args[4][1:2], args[5][1:3], args[6][1:2]]
+    out_alone, pool_alone = recurrence(*alone, interpret=plgpu.InterpretGPUParams())
+    assert_same_bits(out[70:134], out_alone[70:134])
+    assert_same_bits(pool[0], pool_alone[0])
+
+
+def operands(num_tokens, batch, heads, tokens="bfloat16", pool="float32"):
+    nk, nv, key_dim, value_dim = heads
+    shape = jax.ShapeDtypeStruct
+    return (
+        shape((num_tokens, 2 * nk * key_dim + nv * value_dim), tokens),
+        shape((num_tokens, nv), jnp.float32),
+        shape((num_tokens, nv), jnp.float32),
+        shape((batch + 1, nv, key_dim, value_dim), pool),
+        shape((batch,), jnp.int32),
+        shape((batch + 1,), jnp.int32),
+        shape((batch,), jnp.bool_),
+    )
+
+
+@pytest.mark.parametrize(
+    "size",
+    [
+        (8192, 1, (16, 32, 128, 128)),
+        (8192, 64, (16, 32, 128, 128)),
+        (4096, 2, (16, 48, 128, 128), "float16", "bfloat16"),
+        (30, 2, (2, 8, 64, 128), "bfloat16", "float16"),
+        (300, 3, (2, 4, 128, 256), "float32"),
+        (300, 3, (1, 7, 256, 64)),
+    ],
+    ids=str,
+)
+def test_lowers_in_place(size):
+    args = operands(*size)
+    assert chunked.unsupported(*args, algorithm="chunked", precision=None) is None
+    traced = jax.jit(recurrence, donate_argnums=3).trace(*args)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("mosaic_gpu_v2") == 2
+    assert text.count("#stablehlo.output_operand_alias<") == 1
+
+
+@pytest.mark.parametrize(
+    ("heads", "options", "reason"),
+    [
+        ((1, 1, 128, 128), dict(algorithm="recurrent", precision=None), "algorithm"),
+        ((1, 1, 128, 128), dict(algorithm="chunked", precision="highest"), "precision"),
+        ((1, 1, 48, 128), dict(algorithm="chunked", precision=None), "key_head_dim"),
+        ((1, 1, 128, 96), dict(algorithm="chunked", precision=None), "value_head_dim"),
+    ],
+)
+def test_refuses(heads, options, reason):
+    assert reason in chunked.unsupported(*operands(64, 1, heads), **options)
