@@ -52,14 +52,14 @@ VARIANTS = [
 ]
 
 
-@pytest.fixture(params=IMPLEMENTATIONS)
+@pytest.fixture(scope="session", params=IMPLEMENTATIONS)
 def implementation(request: pytest.FixtureRequest):
     from tests.harness import Implementation
 
     return Implementation(request.param)
 
 
-@pytest.fixture(params=VARIANTS)
+@pytest.fixture(scope="session", params=VARIANTS)
 def variant(request: pytest.FixtureRequest):
     """``(implementation, algorithm)``."""
     from tests.harness import Implementation
@@ -68,7 +68,7 @@ def variant(request: pytest.FixtureRequest):
     return Implementation(name), algorithm
 
 
-@pytest.fixture(params=[entry for entry in VARIANTS if entry.values[0][1] == "chunked"])
+@pytest.fixture(scope="session", params=[entry for entry in VARIANTS if entry.values[0][1] == "chunked"])
 def chunked(request: pytest.FixtureRequest):
     """The variants of the chunked algorithm alone."""
     from tests.harness import Implementation
