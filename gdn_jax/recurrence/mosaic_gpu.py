@@ -45,6 +45,8 @@ _GROUP = 4
 """Tokens of a window that are computed as straight-line code."""
 _UNROLL = 4
 """Chunks of a state in shared memory that are in registers together."""
+_PIECES = 2
+"""Bulk copies that a tile comes and goes in, if its rows can be cut so."""
 
 
 def unsupported(
@@ -265,6 +267,8 @@ def run_rows(tokens, rows, pool, ring=None, ring_slot_idx=None, *, plan=None, in
     num_tiles = value_dim // tile
     num_programs = batch * num_value_heads * num_tiles
     chunks = [pl.ds(c, KEY_LANES) for c in range(0, key_dim, KEY_LANES)]
+    # Sums go over pairs of chunks.
+    num_pieces = math.gcd(key_dim // (2 * KEY_LANES), _PIECES)
     one_key = KeyVectors(key_dim)
 
     class Tile:
@@ -380,58 +384,77 @@ def run_rows(tokens, rows, pool, ring=None, ring_slot_idx=None, *, plan=None, in
                     store(ref, s)
 
         def bulk():
-            """One token: two passes over the tile in shared memory, so that few registers hold many programs."""
+            """One token: two passes over the tile in shared memory, so that few registers hold many programs.
+
+            The tile comes and goes in pieces, the first of which are read and sent home before the last are.
+            """
             state_s, arrived = scratch
-            state_g = pool_g.at[slot, h, :, pl.ds(v0, tile)]
-            plgpu.copy_gmem_to_smem(state_g, state_s, arrived)
+            columns = pl.ds(v0, tile)
+            size = key_dim // num_pieces
+            pieces = [pl.ds(i * size, size) for i in range(num_pieces)]
+            unroll = math.gcd(size // KEY_LANES, _UNROLL)
+            rounds = size // KEY_LANES // unroll
+            for i, piece in enumerate(pieces):
+                plgpu.copy_gmem_to_smem(pool_g.at[slot, h, piece, columns], state_s.at[piece], arrived.at[i])
             has_state = has_g[b]
 
-            def first_state():
-                plgpu.barrier_wait(arrived)
+            def arrive(i):
+                plgpu.barrier_wait(arrived.at[i])
 
                 @pl.when(jnp.logical_not(has_state))
                 def _():
                     # Every lane clears what it reads itself.
-                    for c in chunks:
+                    for c in chunks[i * size // KEY_LANES : (i + 1) * size // KEY_LANES]:
                         store(state_s.at[c], zeros((KEY_LANES, tile), whole.layout))
+
+            def send(piece):
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(state_s.at[piece], pool_g.at[slot, h, piece, columns])
 
             @pl.when(end - start == 1)
             def _():
                 gates = stage_token(qkv_g, decay_g, beta_g, start, h, keys_s, queries_s)
                 value = load(qkv_g.at[start, pl.ds(value_at + v0, tile)], whole.value_layout)
-                first_state()
-                unroll = math.gcd(len(chunks), _UNROLL)
 
-                def some(i):
-                    return [pl.ds((i * unroll + u) * KEY_LANES, KEY_LANES) for u in range(unroll)]
+                def some(i, r):
+                    first = (i * rounds + r) * unroll
+                    return [pl.ds((first + u) * KEY_LANES, KEY_LANES) for u in range(unroll)]
 
-                def read(i, totals):
-                    state, keys, queries = (
-                        f([ref.at[c] for c in some(i)])
-                        for f, ref in (
-                            (whole.load, state_s),
-                            (whole.load_keys, keys_s),
-                            (whole.load_keys, queries_s),
+                sums = whole.no_sums()
+                for i in range(num_pieces):
+
+                    def read(r, sums, i=i):
+                        at = some(i, r)
+                        return add_products(
+                            sums,
+                            whole.load([state_s.at[c] for c in at]),
+                            whole.load_keys([keys_s.at[c] for c in at]),
+                            whole.load_keys([queries_s.at[c] for c in at]),
                         )
-                    )
-                    return add_products(totals, state, keys, queries)
 
-                sums = lax.fori_loop(0, len(chunks) // unroll, read, whole.no_sums())
+                    arrive(i)
+                    sums = lax.fori_loop(0, rounds, read, sums)
                 out, factor = token_output(finish_sums(sums), value, gates)
                 store(out_g.at[start, out_columns], out)
+                for i, piece in enumerate(pieces):
 
-                def write(i, _):
-                    refs = [state_s.at[c] for c in some(i)]
-                    keys = whole.load_keys([keys_s.at[c] for c in some(i)])
-                    for ref, s in zip(refs, whole.update(whole.load(refs), keys, factor, gates[0]), strict=True):
-                        store(ref, s)
-                    return 0
+                    def write(r, _, i=i):
+                        at = some(i, r)
+                        refs = [state_s.at[c] for c in at]
+                        keys = whole.load_keys([keys_s.at[c] for c in at])
+                        state = whole.update(whole.load(refs), keys, factor, gates[0])
+                        for ref, s in zip(refs, state, strict=True):
+                            store(ref, s)
+                        return 0
 
-                lax.fori_loop(0, len(chunks) // unroll, write, 0)
+                    lax.fori_loop(0, rounds, write, 0)
+                    send(piece)
 
             @pl.when(end - start > 1)
             def _():
-                first_state()
+                for i in range(num_pieces):
+                    arrive(i)
+                plgpu.commit_smem()
                 narrow = Tile(16)
 
                 def slab(j, _):
@@ -441,11 +464,10 @@ def run_rows(tokens, rows, pool, ring=None, ring_slot_idx=None, *, plan=None, in
                         store(ref, s)
                     return 0
 
-                plgpu.commit_smem()
                 lax.fori_loop(0, tile // 16, slab, 0)
+                for piece in pieces:
+                    send(piece)
 
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(state_s, state_g)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
         pl.when(live & (end > start))(bulk if plan.bulk else plain)
@@ -664,7 +686,7 @@ def run_rows(tokens, rows, pool, ring=None, ring_slot_idx=None, *, plan=None, in
         if ring is not None:
             scratch.append(plgpu.SMEM((tile,), f32))
         if plan.bulk:
-            scratch += [plgpu.SMEM((key_dim, tile), pool.dtype), plgpu.Barrier()]
+            scratch += [plgpu.SMEM((key_dim, tile), pool.dtype), plgpu.Barrier(num_barriers=num_pieces)]
         threads = {}
     kernel = plgpu.kernel(
         streamed if window else direct,
