@@ -9,7 +9,7 @@ CUDA := $(shell nvidia-smi >/dev/null 2>&1 && echo ,cuda13)
 
 RUN := $(VENV)/bin/python
 
-.PHONY: demo test lint docs clean
+.PHONY: demo test lint notebooks docs clean
 demo: $(VENV)/.installed-demo
 	$(RUN) -m gdn_jax
 
@@ -20,6 +20,14 @@ lint: $(VENV)/.installed-dev
 	$(RUN) -m ruff format --check .
 	$(RUN) -m ruff check .
 	$(RUN) -m pyright --pythonpath $(RUN)
+
+# Executes copies and compares the pairs; notebooks/ itself stays as it is.
+notebooks: $(VENV)/.installed-notebooks
+	$(RUN) notebooks/check.py --output-dir build/notebooks
+
+docs: $(VENV)/.installed-docs
+	$(RUN) -m sphinx -W --keep-going -q -b html -d build/doctrees docs build/docs
+	@echo "build/docs/index.html"
 
 # A virtual environment is stale when the project's requirements are newer, or when its Python no longer runs.
 $(VENV)/.python: pyproject.toml
