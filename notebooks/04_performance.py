@@ -30,6 +30,7 @@ root = next(d for d in [pathlib.Path.cwd(), *pathlib.Path.cwd().parents] if (d /
 sys.path.insert(0, str(root))
 from benchmarks import cases  # noqa: E402
 
+plt.rcParams["figure.dpi"] = 72
 OWN = ("gdn_jax", "xla")  # what the files call this package: its own choice, or an implementation by name
 PEERS = {"fla": "flash-linear-attention", "jla": "jax-linear-attention", "max": "MAX", "flashinfer": "FlashInfer"}
 
@@ -45,8 +46,8 @@ for name, content in files.items():
 # %% [markdown]
 # ## Every time
 #
-# Microseconds, the median over repeats; the crossover cases are in the last plot. The floor is the least that the case can take on the device: the larger of its
-# bytes over the copy bandwidth and its operations over the device's rate for them.
+# Microseconds, the median over repeats; the crossover cases are in the last plot. The floor is the least that the case
+# can take on the device: the larger of its bytes over the copy bandwidth and its operations over the device's rate.
 
 
 # %%
