@@ -112,8 +112,10 @@ def first_call_s(case: Case) -> float:
 
 def plan_of(case: Case, floor_us: float, implementation: str | None) -> timing.Plan:
     """Loop lengths from what a case is expected to take. Programs of several kernels are large: few copies of them."""
+    if implementation == "xla":
+        return timing.plan_for(floor_us * XLA_OVER_FLOOR, max_unroll=1)
     light = case.is_main and case.algorithm == "recurrent"
-    return timing.plan_for(floor_us * (XLA_OVER_FLOOR if implementation == "xla" else 1.5), 32 if light else 4)
+    return timing.plan_for(floor_us * 1.5, max_unroll=32 if light else 4)
 
 
 def served_by(program) -> str:

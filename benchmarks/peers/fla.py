@@ -78,17 +78,21 @@ def main() -> None:
             tokens=lambda t, c: out[t, c].float().cpu().numpy(),
             state=lambda slot: state[row_of[slot]].float().cpu().numpy(),
         )
+        median_us, how = time_us(torch, lambda: function(q, k, v, **options))
         yield {
-            "median_us": round(graph_time_us(torch, lambda: function(q, k, v, **options)), 3),
+            "median_us": round(median_us, 3),
             "first_call_s": round(first_call_s, 2),
-            "implementation": function.__name__,
+            "implementation": f"{function.__name__}, {how}",
         }
 
     common.run(IMPL, common.select(options.prefixes, NAMES), measure, options.deadline, copy, device)
 
 
-def graph_time_us(torch, call, target_us: float = 20000.0, repeats: int = 7) -> float:
-    """Time of one call from the replay of a CUDA graph of several, median of `repeats`."""
+def time_us(torch, call, target_us: float = 20000.0, repeats: int = 7) -> tuple[float, str]:
+    """Time of one call from replays of a CUDA graph of several, median of `repeats`, and how it was taken.
+
+    A call that cannot be captured is timed as it stands.
+    """
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -97,13 +101,19 @@ def graph_time_us(torch, call, target_us: float = 20000.0, repeats: int = 7) -> 
     torch.cuda.current_stream().wait_stream(side)
     once = event_time_us(torch, call, 2)
     calls = int(min(max(1000.0 // once, 2), 20))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(calls):
-            call()
     replays = int(max(target_us / (once * calls), 2))
+    try:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(calls):
+                call()
+    except RuntimeError:
+        torch.cuda.synchronize()
+        times = [event_time_us(torch, call, calls * replays) for _ in range(repeats)]
+        return statistics.median(times), "launched one by one"
     graph.replay()
-    return statistics.median(event_time_us(torch, graph.replay, replays) for _ in range(repeats)) / calls
+    times = [event_time_us(torch, graph.replay, replays) / calls for _ in range(repeats)]
+    return statistics.median(times), "CUDA graph"
 
 
 def event_time_us(torch, call, times: int) -> float:
