@@ -112,9 +112,8 @@ def gated_delta_recurrence_verify_ring(
     and `recurrent_state`: both are updated in their own buffers.
 
     Args:
-        qkv_conv_output, decay_per_token, beta_per_token, recurrent_state, slot_idx, input_row_offsets,
-        has_initial_state,
-            implementation: as in `gated_delta_recurrence_fwd`.
+        qkv_conv_output, decay_per_token, beta_per_token, recurrent_state: as in `gated_delta_recurrence_fwd`.
+        slot_idx, input_row_offsets, has_initial_state, implementation: as in `gated_delta_recurrence_fwd`.
         ring: `[ring_rows, num_key_heads, RING_LEN, record_stride]`, with `record_stride` at least
             `gated_delta_ring_record_elements(..)`. float32, or bfloat16, with which the fold is not bit-exact. Elements
             past a record, and ring rows that the batch does not name, keep their bits.
