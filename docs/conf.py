@@ -1,6 +1,14 @@
 """Sphinx configuration of the reference: `make docs` builds it, with every warning an error."""
 
+import pathlib
+import re
+
+from flax import nnx
+from sphinx.util.inspect import signature, stringify_signature
+
 import gdn_jax
+
+ROOT = pathlib.Path(__file__).parent.parent
 
 project = "gdn_jax"
 author = "the gdn_jax authors"
@@ -43,5 +51,31 @@ def mark_code_blocks(app, what, name, obj, options, lines):
     lines[:] = marked
 
 
+def readme_first(app, docname, source):
+    """Puts the README in front of the index page, its links seen from here; one to a directory becomes plain text."""
+    if docname != "index":
+        return
+
+    def from_here(link):
+        text, path, fragment = link.groups()
+        if (ROOT / path).is_dir():
+            return text
+        return f"[{text}](../{path}{fragment or ''})" if (ROOT / path).exists() else link[0]
+
+    readme = ROOT / "README.md"
+    app.env.note_dependency(readme)
+    source[0] = re.sub(r"\[([^\]]*)\]\(([\w./-]+)(#[\w-]*)?\)", from_here, readme.read_text()) + "\n" + source[0]
+
+
+def arguments_of_init(app, what, name, obj, options, args, return_annotation):
+    """The signature of a Flax module, whose metaclass hides it behind `*args, **kwargs`."""
+    if what == "class" and isinstance(obj, nnx.Module.__class__):
+        init = signature(obj.__init__, bound_method=True)
+        return stringify_signature(init, unqualified_typehints=True, show_return_annotation=False), None
+    return None
+
+
 def setup(app):
+    app.connect("autodoc-process-signature", arguments_of_init)
+    app.connect("source-read", readme_first)
     app.connect("autodoc-process-docstring", mark_code_blocks, priority=100)  # before napoleon
