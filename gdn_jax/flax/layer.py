@@ -53,11 +53,10 @@ class GatedDeltaNet(nnx.Module):
             gates, the norm and the states while they are computed are float32 in any case.
         param_dtype: dtype of the parameters, except A_log and dt_bias: one number a head each, kept
             in float32 because the decay is an exponential of an exponential of them.
-        head_shards: in how many shards of heads the fused channels of `in_proj_qkv` and
-            `conv_weight` are ordered. 1 is the order `[Q | K | V]`. On a mesh with explicit axes,
-            the size of the axis that the heads are split over: each device then holds the `[Q | K |
-            V]` of its own heads, and nothing but the output is communicated. `load_hf` and `to_hf`
-            reorder.
+        head_shards: in how many shards of heads the fused channels of `in_proj_qkv` and `conv_weight` are ordered. 1
+            is the order `[Q | K | V]`. On a mesh with explicit axes, choose the size of the axis that the heads are
+            split over: each device then holds the `[Q | K | V]` of its own heads, and nothing but the sum of the output
+            is communicated; with 1 the fused rows are gathered in every call. `load_hf` and `to_hf` reorder.
         algorithm, precision, implementation: passed to the operations, see
             `gated_delta_recurrence_fwd`.
 
@@ -253,27 +252,36 @@ class GatedDeltaNet(nnx.Module):
         args, rows = self._ragged_arguments(x, cache, slot_idx, input_row_offsets)
         fresh = args.flags("has_initial_state", has_initial_state, args.sizes["batch_size"])
         qkv, gates, z = self._project(x)
-        conv, conv_state = self._conv(qkv, cache.conv_state, *rows, fresh, write_state=False)
 
-        def verify(conv, decay, beta, state, ring, slot_idx, ring_slot_idx, offsets, fresh):
-            return gated_delta_recurrence_verify_ring(
-                conv,
+        def mix(qkv, decay, beta, weight, conv_state, recurrent_state, ring, slots, ring_slots, offsets, fresh):
+            conv, conv_state = self._conv(qkv, weight, conv_state, slots, offsets, fresh, write_state=False)
+            out, ring, recurrent_state = gated_delta_recurrence_verify_ring(
+                self._fused_channels(conv),
                 decay,
                 beta,
-                state,
+                recurrent_state,
                 ring,
-                slot_idx,
-                ring_slot_idx,
+                slots,
+                ring_slots,
                 offsets,
                 has_initial_state=fresh,
                 implementation=self.implementation,
             )
+            return out, conv_state, recurrent_state, ring
 
-        ring_slot_idx = args.indices("ring_slot_idx", ring_slot_idx, ("batch_size",))
-        by_heads = (self._fused_channels(conv), *gates, cache.recurrent_state, ring)
-        out, ring, recurrent_state = self._on_own_heads(verify, by_heads, (rows[0], ring_slot_idx, rows[1], fresh), 3)
-        y = self._output(out, z)
-        return y, GatedDeltaCache(conv_state, recurrent_state), ring, qkv
+        out, conv_state, recurrent_state, ring = self._on_own_heads(mix, num_pools=3)(
+            qkv,
+            *gates,
+            self.conv_weight[...],
+            cache.conv_state,
+            cache.recurrent_state,
+            ring,
+            rows[0],
+            args.indices("ring_slot_idx", ring_slot_idx, ("batch_size",)),
+            rows[1],
+            fresh,
+        )
+        return self._output(out, z), GatedDeltaCache(conv_state, recurrent_state), ring, qkv
 
     def load_hf(self, state_dict: Mapping[str, Any], *, prefix: str | None = None) -> None:
         """Take the weights of a Hugging Face layer.
@@ -363,41 +371,51 @@ class GatedDeltaNet(nnx.Module):
         return args, (slot_idx, offsets)
 
     def _rows(self, x, cache, slot_idx, input_row_offsets, fresh):
-        rows = (slot_idx, input_row_offsets)
         qkv, gates, z = self._project(x)
-        conv, conv_state = self._conv(qkv, cache.conv_state, *rows, fresh, write_state=True)
 
-        def forward(conv, decay, beta, state, slot_idx, offsets, fresh):
-            return gated_delta_recurrence_fwd(
-                conv,
+        def mix(qkv, decay, beta, weight, conv_state, recurrent_state, slots, offsets, fresh):
+            conv, conv_state = self._conv(qkv, weight, conv_state, slots, offsets, fresh, write_state=True)
+            out, recurrent_state = gated_delta_recurrence_fwd(
+                self._fused_channels(conv),
                 decay,
                 beta,
-                state,
-                slot_idx,
+                recurrent_state,
+                slots,
                 offsets,
                 has_initial_state=fresh,
                 algorithm=self.algorithm,
                 precision=self.precision,
                 implementation=self.implementation,
             )
+            return out, conv_state, recurrent_state
 
-        by_heads = (self._fused_channels(conv), *gates, cache.recurrent_state)
-        out, recurrent_state = self._on_own_heads(forward, by_heads, (*rows, fresh), 2)
-        y = self._output(out, z)
-        return y, GatedDeltaCache(conv_state, recurrent_state)
-
-    def _project(self, x):
-        a, b = self.in_proj_a(x), self.in_proj_b(x)
-        gates = gated_delta_gates(a, b, self.A_log[...], self.dt_bias[...])
-        return self.in_proj_qkv(x), gates, self.in_proj_z(x)
-
-    def _conv(self, qkv, conv_state, slot_idx, input_row_offsets, fresh, *, write_state):
-        return gated_delta_conv1d_fwd(
+        out, conv_state, recurrent_state = self._on_own_heads(mix, num_pools=2)(
             qkv,
+            *gates,
             self.conv_weight[...],
-            conv_state,
+            cache.conv_state,
+            cache.recurrent_state,
             slot_idx,
             input_row_offsets,
+            fresh,
+        )
+        return self._output(out, z), GatedDeltaCache(conv_state, recurrent_state)
+
+    def _project(self, x):
+        # XLA for GPUs merges products with one common operand, by concatenating their weights in every call. What
+        # comes out of a barrier counts as another operand. Only the narrow pair a, b is worth merging.
+        narrow, for_qkv, for_z = jax.lax.optimization_barrier((x, x, x))
+        a, b = self.in_proj_a(narrow), self.in_proj_b(narrow)
+        gates = gated_delta_gates(a, b, self.A_log[...], self.dt_bias[...])
+        return self.in_proj_qkv(for_qkv), gates, self.in_proj_z(for_z)
+
+    def _conv(self, qkv, weight, conv_state, slots, offsets, fresh, *, write_state):
+        return gated_delta_conv1d_fwd(
+            qkv,
+            weight,
+            conv_state,
+            slots,
+            offsets,
             activation="silu",
             has_initial_state=fresh,
             write_state=write_state,
@@ -418,36 +436,42 @@ class GatedDeltaNet(nnx.Module):
         replicated = PartitionSpec() if self._explicit_head_axis() is not None else None
         return self.out_proj(gated, out_sharding=replicated)
 
-    def _fused_channels(self, conv):
-        """Rows in the order `[Q | K | V]`, of all heads or of those on each device."""
+    def _on_own_heads(self, mix, num_pools):
+        """`mix`, run on an explicit mesh by every device on the heads that it holds.
+
+        Its arguments are tokens, decay, beta, weight, the pools, then what has no heads; its results the output and
+        the pools.
+        """
         axis = self._explicit_head_axis()
-        split = 1 if axis is None else jax.typeof(conv).sharding.mesh.shape[axis]
-        if split == self.head_shards:
-            return conv
-        if split != 1:
+        if axis is None or self.head_shards == 1:
+            return mix
+        mesh = jax.typeof(self.A_log.get_value()).sharding.mesh
+        if self.head_shards != mesh.shape[axis]:
             raise ValueError(
-                f"GatedDeltaNet: head_shards is {self.head_shards}, must be {split}, the size of the "
+                f"GatedDeltaNet: head_shards is {self.head_shards}, must be 1 or {mesh.shape[axis]}, the size of the "
                 f"explicit mesh axis {axis!r} over which the parameters are split"
             )
+        by_head = PartitionSpec(None, axis)
+        pools = (by_head,) * num_pools
+
+        def split(*arguments):
+            in_specs = (*(by_head,) * 3, PartitionSpec(axis), *pools)
+            in_specs += (PartitionSpec(),) * (len(arguments) - len(in_specs))
+            return jax.shard_map(mix, mesh=mesh, in_specs=in_specs, out_specs=(by_head, *pools), check_vma=False)(
+                *arguments
+            )
+
+        return split
+
+    def _fused_channels(self, conv):
+        """Rows in the order `[Q | K | V]`, which those of one shard have already."""
         c = self.config
+        if conv.shape[-1] < c.conv_dim or self.head_shards == 1:
+            return conv
         by_shard = conv.reshape(-1, self.head_shards, c.conv_dim // self.head_shards)
         ends = np.cumsum([c.key_dim, c.key_dim]) // self.head_shards
         blocks = jnp.split(by_shard, ends, axis=-1)
         return jnp.concatenate([block.reshape(conv.shape[0], -1) for block in blocks], axis=-1)
-
-    def _on_own_heads(self, call, by_heads, whole, num_outputs):
-        """`call(*by_heads, *whole)`; on an explicit mesh, each device with the fused rows of its own heads."""
-        axis = self._explicit_head_axis()
-        if axis is None:
-            return call(*by_heads, *whole)
-        heads = PartitionSpec(None, axis)
-        return jax.shard_map(
-            call,
-            mesh=jax.typeof(by_heads[0]).sharding.mesh,
-            in_specs=(heads,) * len(by_heads) + (PartitionSpec(),) * len(whole),
-            out_specs=(heads,) * num_outputs,
-            check_vma=False,
-        )(*by_heads, *whole)
 
     def _explicit_head_axis(self):
         """The explicit mesh axis that the heads are split over, or None."""
