@@ -26,7 +26,7 @@ notebooks: $(VENV)/.installed-notebooks
 	$(RUN) notebooks/check.py --output-dir build/notebooks
 
 docs: $(VENV)/.installed-docs
-	$(RUN) -m sphinx -W --keep-going -q -b html -d build/doctrees docs build/docs
+	$(RUN) -m sphinx -W --keep-going -q -E -b html -d build/doctrees docs build/docs
 	@echo "build/docs/index.html"
 
 # A virtual environment is stale when the project's requirements are newer, or when its Python no longer runs.
