@@ -71,7 +71,8 @@ def arguments_of_init(app, what, name, obj, options, args, return_annotation):
     """The signature of a Flax module, whose metaclass hides it behind `*args, **kwargs`."""
     if what == "class" and isinstance(obj, nnx.Module.__class__):
         init = signature(obj.__init__, bound_method=True)
-        return stringify_signature(init, unqualified_typehints=True, show_return_annotation=False), None
+        text = stringify_signature(init, unqualified_typehints=True, show_return_annotation=False)
+        return re.sub(r"<class '([\w.]+)'>", r"\1", text), None
     return None
 
 
