@@ -48,7 +48,7 @@ def main(argv=None) -> int:
         return subprocess.call([sys.executable, "-m", MODULES["gdn_jax"], *options.prefixes, "--lower"], cwd=ROOT)
     if options.dry_run:
         arguments.append("--tiny")
-    command = shlex.join(["python", "-m", "benchmarks", *(sys.argv[1:] if argv is None else argv)])
+    command = shlex.join(["python", "-m", "benchmarks", *without_output(sys.argv[1:] if argv is None else argv)])
     keep = not options.dry_run or options.output is not None
     results = ResultFile(options.output, command, options.merge, keep)
     # A process that does not come back to its own clock (tuning, compiling) is ended.
@@ -57,6 +57,13 @@ def main(argv=None) -> int:
     if failed:
         print(f"failed: {', '.join(failed)}", file=sys.stderr)
     return bool(failed)
+
+
+def without_output(argv: list[str]) -> list[str]:
+    """The arguments less `--output`: where a run wrote its file does not say how to repeat it."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--output")
+    return parser.parse_known_args(argv)[1]
 
 
 def measure(impl: str, arguments: list[str], results: ResultFile, limit_s: float | None) -> bool:

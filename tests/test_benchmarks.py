@@ -244,6 +244,7 @@ def test_one_command_measures_and_writes(tmp_path, monkeypatch, capfd):
     path = tmp_path / "out.json"
     assert main(["decode/f32/B1", "--dry-run", "--impl", "gdn_jax", "max", "--output", str(path)]) == 0
     content = json.loads(path.read_text())
+    assert content["command"] == "python -m benchmarks decode/f32/B1 --dry-run --impl gdn_jax max"
     names = [x["case"] for x in content["records"]]
     assert names == ["decode/f32/B1", "decode/f32/B128"]
     for x in content["records"]:
