@@ -64,17 +64,31 @@ def check(args, out, pool):
 
 CASES = {
     # every pipeline stage used twice, and a tail
-    "long": dict(lengths=[7 * 64 + 9], heads=(1, 1, 64, 64), slots=[1], extra=3),
-    "ragged": dict(
-        lengths=[3, 0, 70, 64, 1], heads=(1, 2, 64, 64), slots=[1, 0, 7, 3, 5], extra=70, first=2, fresh=(3,),
-        tokens="float16", pool="bfloat16",
-    ),
-    "short": dict(lengths=[5, 8], heads=(1, 1, 64, 64), slots=[1, -1], tokens="float16", pool="float16"),
-    "full head": dict(lengths=[130], heads=(1, 1, 128, 128), slots=[0]),
-    "wide key": dict(lengths=[70], heads=(1, 1, 256, 64), slots=[0]),
-    "wide value": dict(lengths=[70], heads=(1, 1, 64, 256), slots=[0]),
-    "float32": dict(lengths=[70, 5], heads=(1, 2, 64, 64), slots=[0, 2], tokens="float32", extra=2, first=3, fresh=(1,)),
-}  # fmt: skip
+    "long": {"lengths": [7 * 64 + 9], "heads": (1, 1, 64, 64), "slots": [1], "extra": 3},
+    "ragged": {
+        "lengths": [3, 0, 70, 64, 1],
+        "heads": (1, 2, 64, 64),
+        "slots": [1, 0, 7, 3, 5],
+        "extra": 70,
+        "first": 2,
+        "fresh": (3,),
+        "tokens": "float16",
+        "pool": "bfloat16",
+    },
+    "short": {"lengths": [5, 8], "heads": (1, 1, 64, 64), "slots": [1, -1], "tokens": "float16", "pool": "float16"},
+    "full head": {"lengths": [130], "heads": (1, 1, 128, 128), "slots": [0]},
+    "wide key": {"lengths": [70], "heads": (1, 1, 256, 64), "slots": [0]},
+    "wide value": {"lengths": [70], "heads": (1, 1, 64, 256), "slots": [0]},
+    "float32": {
+        "lengths": [70, 5],
+        "heads": (1, 2, 64, 64),
+        "slots": [0, 2],
+        "tokens": "float32",
+        "extra": 2,
+        "first": 3,
+        "fresh": (1,),
+    },
+}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -83,10 +97,10 @@ def test_cases(name):
     check(args, *recurrence(*args, interpret=RACES))
 
 
-def test_two_value_tiles(monkeypatch):
-    """What many rows run: two warpgroups that share keys, queries, W and R."""
-    monkeypatch.setattr(chunked, "_tiles", lambda *_: 2)
-    args = make([70, 200], (1, 1, 64, 128), [1, 0])
+def test_full_chip(monkeypatch):
+    """What many rows run: three chunks a CTA in the first kernel, two value tiles in the second."""
+    monkeypatch.setattr(chunked, "SMS", 1)
+    args = make([70, 200], (1, 2, 64, 128), [1, 0])
     check(args, *recurrence(*args, interpret=RACES))
 
 
@@ -173,10 +187,10 @@ def test_lowers_in_place(size):
 @pytest.mark.parametrize(
     ("heads", "options", "reason"),
     [
-        ((1, 1, 128, 128), dict(algorithm="recurrent", precision=None), "algorithm"),
-        ((1, 1, 128, 128), dict(algorithm="chunked", precision="highest"), "precision"),
-        ((1, 1, 48, 128), dict(algorithm="chunked", precision=None), "key_head_dim"),
-        ((1, 1, 128, 96), dict(algorithm="chunked", precision=None), "value_head_dim"),
+        ((1, 1, 128, 128), {"algorithm": "recurrent", "precision": None}, "algorithm"),
+        ((1, 1, 128, 128), {"algorithm": "chunked", "precision": "highest"}, "precision"),
+        ((1, 1, 48, 128), {"algorithm": "chunked", "precision": None}, "key_head_dim"),
+        ((1, 1, 128, 96), {"algorithm": "chunked", "precision": None}, "value_head_dim"),
     ],
 )
 def test_refuses(heads, options, reason):

@@ -23,8 +23,8 @@ and one more streams the inputs. docs/kernels_chunked.md has the whole story.
 """
 
 import dataclasses
-import math
 from functools import partial
+from typing import Any
 
 import jax
 import jax.experimental.mosaic.gpu as mgpu
@@ -41,6 +41,7 @@ from gdn_jax._ragged import is_live, read_rows, row_bounds
 C = 64  # tokens of a chunk, and columns of a value tile: the M of a warpgroup product
 LINE = 64  # 16-bit elements of a 128-byte swizzle line
 SUB = 16  # columns of the compact block-diagonal form in `_prepare`
+SMS = 132  # multiprocessors of an H100 or H200
 LOG2_MIN = -150.0  # a decay of 0; 2**-150 rounds to 0 in float32
 f32, f16, i32 = jnp.float32, jnp.float16, jnp.int32
 WGMMA = plgpu.Layout.WGMMA
@@ -55,6 +56,7 @@ def _dims(qkv, recurrent_state):
     _, nv, key_dim, value_dim = recurrent_state.shape
     nk = (qkv.shape[1] - nv * value_dim) // (2 * key_dim)
     return nk, nv, key_dim, value_dim
+
 
 # Average tokens of a row from which algorithm="auto" takes the chunked form.
 CHUNKED_FROM = 32
@@ -79,7 +81,7 @@ def unsupported(
     if algorithm == "auto" and qkv.shape[0] < CHUNKED_FROM * slot_idx.shape[0]:
         return "rows this short on average are faster token by token"
     if precision == "highest":
-        return "the chunked Mosaic GPU kernel works in 16-bit products; precision='highest' needs the recurrent algorithm"
+        return "the chunked Mosaic GPU kernel has 16-bit products; precision='highest' needs the recurrent algorithm"
     for name, dim in (("key_head_dim", key_dim), ("value_head_dim", value_dim)):
         if dim not in (64, 128, 256):
             return f"the chunked Mosaic GPU kernel serves {name} 64, 128 and 256, not {dim}"
@@ -93,9 +95,7 @@ class _Value:
         self.value = value
 
     def mma(self, a, b):
-        self.value = self.value + jnp.dot(
-            a[...].astype(f32), b[...].astype(f32), preferred_element_type=f32
-        )
+        self.value = self.value + jnp.dot(a[...].astype(f32), b[...].astype(f32), preferred_element_type=f32)
 
     def set(self, value):
         self.value = value
@@ -119,9 +119,7 @@ class _Registers:
 
     def read(self, pending=0):
         # Without the barrier a use of the value may be scheduled ahead of the wait.
-        return lax.optimization_barrier(
-            plgpu.wgmma_accumulator_load(self.ref, wait_n=pending)
-        )
+        return lax.optimization_barrier(plgpu.wgmma_accumulator_load(self.ref, wait_n=pending))
 
 
 def _accumulate(interpret, shapes, body):
@@ -129,22 +127,21 @@ def _accumulate(interpret, shapes, body):
     if interpret is not None:
         return body(*[_Value(jnp.zeros(s, f32)) for s in shapes])
     return pl.run_scoped(
-        lambda *refs: body(*map(_Registers, refs)), *[plgpu.ACC(s, f32) for s in shapes]
+        lambda *refs: body(*map(_Registers, refs)), *[plgpu.WGMMAAccumulatorRef(s, f32) for s in shapes]
     )
+
+
+def _swizzle(row_bytes):
+    # pyright takes this class, which jax instantiates everywhere, for an abstract one.
+    return plgpu.SwizzleTransform(row_bytes)  # pyright: ignore[reportAbstractUsage]
 
 
 def _swizzled(shape, dtype):
     """Shared memory tiled and swizzled as an operand of a warpgroup product."""
     item = jnp.dtype(dtype).itemsize
-    swizzle = plgpu.find_swizzle(shape[-1] * item * 8)
-    return plgpu.SMEM(
-        shape,
-        dtype,
-        transforms=(
-            plgpu.TilingTransform((8, swizzle // item)),
-            plgpu.SwizzleTransform(swizzle),
-        ),
-    )
+    row_bytes = plgpu.find_swizzle(shape[-1] * item * 8)
+    tiling = plgpu.TilingTransform((8, row_bytes // item))  # pyright: ignore[reportAbstractUsage]
+    return plgpu.SMEM(shape, dtype, transforms=(tiling, _swizzle(row_bytes)))
 
 
 def _copy_target(interpret, shape, dtype, *more):
@@ -156,7 +153,7 @@ def _copy_target(interpret, shape, dtype, *more):
     """
     if interpret is not None:
         return _swizzled(shape, dtype)
-    rows = plgpu.SMEM(shape, dtype, transforms=(plgpu.SwizzleTransform(128),))
+    rows = plgpu.SMEM(shape, dtype, transforms=(_swizzle(128),))
     return plgpu.RefUnion([rows], [_swizzled(shape, dtype)], *[[x] for x in more])
 
 
@@ -184,12 +181,10 @@ def _load_transposed(interpret, ref):
             x = memref.load(source, [idx[1], idx[0]])
             return x if x.type == single else arith.extf(single, x)
 
-        zero = mgpu.FragmentedArray.splat(
-            arith.constant(single, 0.0), (n, m), layout=WGMMA.to_mgpu()
-        )
+        zero = mgpu.FragmentedArray.splat(arith.constant(single, 0.0), (n, m), layout=WGMMA.to_mgpu())
         return zero.foreach(element, create_array=True)
 
-    return transfer(ref)
+    return transfer(ref)  # pyright: ignore[reportCallIssue]
 
 
 def _store_transposed(interpret, ref, value):
@@ -203,20 +198,18 @@ def _store_transposed(interpret, ref, value):
         dtype = ir.MemRefType(target.type).element_type
 
         def element(v, idx):
-            memref.store(
-                v if v.type == dtype else arith.truncf(dtype, v), target, [idx[1], idx[0]]
-            )
+            memref.store(v if v.type == dtype else arith.truncf(dtype, v), target, [idx[1], idx[0]])
 
         x.foreach(element)
 
-    transfer(value, ref)
+    transfer(value, ref)  # pyright: ignore[reportCallIssue]
 
 
-def _iota(shape, axis, layout=WGMMA):
+def _iota(shape, axis, layout: Any = WGMMA):
     return plgpu.broadcasted_iota(i32, shape, axis, layout=layout)
 
 
-def _zeros(shape, dtype, layout=WGMMA):
+def _zeros(shape, dtype, layout: Any = WGMMA):
     return plgpu.layout_cast(jnp.zeros(shape, dtype), layout)
 
 
@@ -265,7 +258,7 @@ def _find_row(offsets, item, batch, total):
 
 
 def _prepare(qkv, decay, beta, slot_idx, offsets, *, nk, key_dim, max_slots, normalise, interpret):
-    """W [items, nv, C, C], R [items, nv, key_dim / LINE, C, LINE] and float32 vectors [items, nv, NUM_VECTORS, C].
+    """W [items, nv, C, C], R [items, nv, key_dim / LINE, C, LINE] and float32 vectors [items, nv, NUM_VECTORS * C].
 
     One warpgroup per (chunk, key head). W and R have the dtype of the tokens. The warpgroups of a CTA share nothing:
     three in one are three that fit on a multiprocessor, as the registers of each are then limited to a third.
@@ -274,20 +267,29 @@ def _prepare(qkv, decay, beta, slot_idx, offsets, *, nk, key_dim, max_slots, nor
     batch = slot_idx.shape[0]
     items = total // C + batch
     group = nv // nk
+    # Value heads that one warpgroup takes together, to have more than one product in flight between two barriers.
+    together = 2 if group % 2 == 0 else 1
     halves = key_dim // LINE
     dtype = qkv.dtype
     tile = (C, SUB)
     scale = key_dim**-0.5
-    units = 3 if items * nk > 2 * 132 and key_dim <= 128 and group <= 8 else 1
+    units = 3 if items * nk > 2 * SMS and key_dim <= 128 else 1
+    steps = group // together
 
-    def body(
-        qkv_g, decay_g, beta_g, slot_g, off_g, w_g, r_g, vec_g, k_u, q_u, *scratch
-    ):
+    def body(qkv_g, decay_g, beta_g, slot_g, off_g, w_g, r_g, vec_g, k_u, q_u, *scratch):
         unit = lax.axis_index("unit")
-        k_rows, k_tiles, q_rows, q_tiles, key_s, x_s, pair_s, quad_s, vec_s, gate_s, late_s, k_bar, q_bar = [
-            ref.at[unit] for ref in (*_aliases(interpret, k_u), *_aliases(interpret, q_u), *scratch)
-        ]
-        w_s, r_s = q_tiles.at[0], k_tiles  # the raw rows are in registers before these are written
+        *scratch, overlay = scratch if interpret is None else (*scratch[:-3], [[x] for x in scratch[-3:]])
+        k_rows, k_tiles, q_rows, q_tiles, key_s, pair_s, vec_s, gate_s, k_bar, q_bar, x_s, w_s, quad_s = [
+            ref.at[unit]
+            for ref in (
+                *_aliases(interpret, k_u), *_aliases(interpret, q_u), *scratch, *[ref for (ref,) in overlay]
+            )
+        ]  # fmt: skip
+        r_s = (k_tiles, q_tiles)  # the raw rows are in registers before these are written
+
+        def vector(n, k):
+            return vec_s.at[pl.ds((n * NUM_VECTORS + k) * C, C)]
+
         item, key_head = lax.axis_index("item") * units + unit, lax.axis_index("head")
         b = _find_row(off_g, item, batch, total)
         start, length = _row_of(off_g, b, total)
@@ -303,41 +305,50 @@ def _prepare(qkv, decay, beta, slot_idx, offsets, *, nk, key_dim, max_slots, nor
                     plgpu.copy_gmem_to_smem(source, target.at[i], bar)
             token = _iota((C,), 0, ROW)
 
-            def read_gates(j, _):
-                head = key_head * group + j
+            def read_gates(head, n):
+                """log2 decay and beta of the chunk into `gate_s`, zeros past the row's end."""
 
                 def gates(begin):
                     g = _vector(decay_g.at[pl.ds(begin, C), head], ROW)
-                    return jnp.maximum(jnp.log2(g), LOG2_MIN), _vector(
-                        beta_g.at[pl.ds(begin, C), head], ROW
-                    )
+                    return jnp.maximum(jnp.log2(g), LOG2_MIN), _vector(beta_g.at[pl.ds(begin, C), head], ROW)
 
                 def put(values):
-                    for n, x in enumerate(values):
-                        store(gate_s.at[j, n], jnp.where(token < valid, x, 0.0))
+                    for kind, x in enumerate(values):
+                        store(gate_s.at[n, kind], jnp.where(token < valid, x, 0.0))
 
                 @pl.when(t0 + C <= total)
                 def _():
                     put(gates(t0))
 
                 @pl.when(t0 + C > total)
-                def _():  # the arrays end inside this chunk: read their last C tokens, shift in shared memory
-                    for n, x in enumerate(gates(total - C)):
-                        store(late_s.at[n, pl.ds(0, C)], x)
-                        store(late_s.at[n, pl.ds(C, C)], _zeros((C,), f32, ROW))
+                def _():
+                    # The arrays end inside this chunk: read their last C tokens, shift in shared memory.
+                    def late(kind, at):
+                        return vec_s.at[pl.ds(kind * 2 * C + at, C)]
+
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # copies of the vectors
+                    for kind, x in enumerate(gates(total - C)):
+                        store(late(kind, 0), x)
+                        store(late(kind, C), _zeros((C,), f32, ROW))
                     plgpu.commit_smem()
-                    put([_vector(late_s.at[n, pl.ds(t0 + C - total, C)], ROW) for n in range(2)])
+                    put([_vector(late(kind, t0 + C - total), ROW) for kind in range(2)])
                     plgpu.commit_smem()
 
-            lax.fori_loop(0, group, read_gates, None)
+            for n in range(together):
+                read_gates(key_head * group + n, n)
 
             def normalised(tiles):
                 """float16 rows of norm 1 and the reciprocal norms; zeros past the row's end, whatever lies there."""
-                inside = _iota((C, LINE), 0) < valid
-                raw = [
-                    jnp.where(inside, plgpu.load(tiles.at[i], layout=WGMMA).astype(f32), 0.0)
-                    for i in range(halves)
-                ]
+
+                @pl.when(valid < C)
+                def _():
+                    inside = _iota((C, LINE), 0) < valid
+                    for i in range(halves):
+                        x = plgpu.load(tiles.at[i], layout=WGMMA)
+                        tiles.at[i][...] = jnp.where(inside, x, jnp.zeros_like(x))
+                    plgpu.commit_smem()
+
+                raw = [plgpu.load(tiles.at[i], layout=WGMMA).astype(f32) for i in range(halves)]
                 if not normalise:
                     return [x.astype(f16) for x in raw], _zeros((C,), f32, ROW) + 1.0
                 r = lax.rsqrt(sum(_row_sum(x * x) for x in raw) + EPS)
@@ -353,9 +364,10 @@ def _prepare(qkv, decay, beta, slot_idx, offsets, *, nk, key_dim, max_slots, nor
             plgpu.commit_smem()
 
             def gram(kk_acc, qk_acc):
-                for acc, left in ((kk_acc, key), (qk_acc, query)):
-                    for i in range(halves):
-                        acc.mma(left[i], key_s.at[i].transpose((1, 0)))
+                for i in range(halves):
+                    keys = key_s.at[i].transpose((1, 0))
+                    kk_acc.mma(key_s.at[i], keys)
+                    qk_acc.mma(query[i], keys)
                 return kk_acc.read(), qk_acc.read()
 
             kk, qk = _accumulate(interpret, [(C, C), (C, C)], gram)
@@ -376,145 +388,182 @@ def _prepare(qkv, decay, beta, slot_idx, offsets, *, nk, key_dim, max_slots, nor
             )  # fmt: skip
             k_pair = jnp.where(block == 1, k_tile[0], jnp.where(block == 3, k_tile[2], 0.0))
             k_quad = [jnp.where(lower, k_tile[j], 0.0) for j in range(2)]
+            # Masks of blocks for 16-bit registers, which hold two elements: a product is one step, a select four.
+            token_block = lax.shift_right_logical(token, i32(4))
 
-            def only(x, mask):
-                return jnp.where(mask, x, jnp.zeros_like(x))
+            def mask(rows):
+                return _rows(jnp.where(rows, 1.0, 0.0), SUB).astype(f16)
+
+            block16 = [mask(token_block == j) for j in range(4)]
+            odd16 = mask((token_block & 1) == 1)
+            lower16, upper16 = mask(token_block >= 2), mask(token_block < 2)
 
             def diagonal(x):
                 """Compact [C, SUB] as the block-diagonal left operand [C, C]."""
                 x = x.astype(f16)
-                return jnp.concatenate([only(x, block == j) for j in range(4)], axis=1)
+                return jnp.concatenate([x * m for m in block16], axis=1)
 
-            def publish(ref, x):
-                ref[...] = x.astype(f16)
+            def publish(buffer, xs):
+                for n, x in enumerate(xs):
+                    pair_s.at[n, buffer][...] = x.astype(f16)
+                plgpu.commit_smem()
 
-            def product(*pairs, shape=tile):
-                def run(acc):
-                    for a, b in pairs:
-                        acc.mma(a, b)
-                    return acc.read()
+            def products(heads, shape=tile):
+                """For each head, the sums of the products in each of its lists of (left, right) operands."""
 
-                return _accumulate(interpret, [shape], run)
+                def run(*accs):
+                    accs = iter(accs)
+                    pending = []
+                    for sums in heads:
+                        for pairs in sums:
+                            acc = next(accs)
+                            pending.append(acc)
+                            for a, b in pairs:
+                                acc.mma(a, b)
+                    return [acc.read() for acc in pending]
 
-            def per_head(j, _):
-                head = key_head * group + j
-                beta_row = _vector(gate_s.at[j, 1], ROW)
-                beta_tile = _rows(beta_row, SUB)
-                # cumulative log2 decay: a masked row sum stands in for a running sum
-                total_g = None
-                for n in range(4):
-                    g = _cols(_vector(gate_s.at[j, 0, pl.ds(SUB * n, SUB)], COL), C)
-                    g = jnp.where(c + SUB * n <= r, g, 0.0)
-                    total_g = g if total_g is None else total_g + g
-                gamma = _row_sum(total_g)
+                count = sum(map(len, heads))
+                results = iter(_accumulate(interpret, [shape] * count, run))
+                return [[next(results) for _ in sums] for sums in heads]
+
+            def by_diagonal(xs, buffer):
+                """Block by block, each head's xs[n] @ what `publish` put in `buffer`."""
+                return [out for (out,) in products([[[(diagonal(x), pair_s.at[n, buffer])]] for n, x in enumerate(xs)])]
+
+            def some_heads(step, _):
+                ns = range(together)
+                head = key_head * group + step * together
+                beta_row = [_vector(gate_s.at[n, 1], ROW) for n in ns]
+                beta_tile = [_rows(x, SUB) for x in beta_row]
+                gamma = []
+                for j in ns:
+                    # cumulative log2 decay: a masked row sum stands in for a running sum
+                    total_g = None
+                    for n in range(4):
+                        g = _cols(_vector(gate_s.at[j, 0, pl.ds(SUB * n, SUB)], COL), C)
+                        g = jnp.where(c + SUB * n <= r, g, 0.0)
+                        total_g = g if total_g is None else total_g + g
+                    gamma.append(_row_sum(total_g))
 
                 # 8 x 8 diagonal blocks: (I + N)(I + N^2)(I + N^4), exact because N^8 = 0
                 # Rounded once, for all uses: on repeated keys the entries of the inverse are differences of
                 # equal numbers, and an error that all of them share would add up in W and R.
-                a = (k_diag * beta_tile).astype(f16).astype(f32)
-                n1 = jnp.where(same_eighth, a * -1.0, 0.0)
-                publish(pair_s.at[0], n1)
-                plgpu.commit_smem()
-                n2 = product((diagonal(n1), pair_s.at[0]))
-                publish(pair_s.at[1], n2)
-                plgpu.commit_smem()
-                x = n1 + identity
-
-                def both(acc1, acc2):
-                    acc1.mma(diagonal(x), pair_s.at[1])
-                    acc2.mma(diagonal(n2), pair_s.at[1])
-                    return acc1.read(), acc2.read()
-
-                x_n2, n4 = _accumulate(interpret, [tile, tile], both)
-                x = x + x_n2
-                publish(pair_s.at[0], n4)
-                plgpu.commit_smem()
-                x = x + product((diagonal(x), pair_s.at[0]))
+                a = [(k_diag * x).astype(f16).astype(f32) for x in beta_tile]
+                n1 = [jnp.where(same_eighth, x * -1.0, 0.0) for x in a]
+                publish(0, n1)
+                n2 = by_diagonal(n1, 0)
+                publish(1, n2)
+                x = [y + identity for y in n1]
+                x_n2_n4 = products(
+                    [[[(diagonal(x[n]), pair_s.at[n, 1])], [(diagonal(n2[n]), pair_s.at[n, 1])]] for n in ns]
+                )
+                x = [x[n] + x_n2_n4[n][0] for n in ns]
+                publish(0, [x_n2_n4[n][1] for n in ns])
+                y = by_diagonal(x, 0)
+                x = [x[n] + y[n] for n in ns]
                 # 8 -> 16, 16 -> 32, 32 -> 64: the block below the diagonal becomes -X22 L21 X11
-                publish(pair_s.at[1], x)
-                plgpu.commit_smem()
-                y = product((diagonal(jnp.where(same_eighth, 0.0, a)), pair_s.at[1]))
-                publish(pair_s.at[0], y)
-                plgpu.commit_smem()
-                x = x - product((diagonal(x), pair_s.at[0]))
+                publish(1, x)
+                publish(0, by_diagonal([jnp.where(same_eighth, 0.0, y) for y in a], 1))
+                y = by_diagonal(x, 0)
+                x = [x[n] - y[n] for n in ns]
 
-                x16 = x.astype(f16)
-                pair_s.at[1][...] = x16
-                plgpu.commit_smem()
-                a = (k_pair * beta_tile).astype(f16)
-                y = product(
-                    (only(a, block == 1), pair_s.at[1, pl.ds(0, SUB)]),
-                    (only(a, block == 3), pair_s.at[1, pl.ds(2 * SUB, SUB)]),
+                publish(1, x)
+                x16 = [y.astype(f16) for y in x]
+                a = [(k_pair * y).astype(f16) for y in beta_tile]
+                y = products(
+                    [[[(a[n] * block16[m], pair_s.at[n, 1, pl.ds((m - 1) * SUB, SUB)]) for m in (1, 3)]] for n in ns]
                 )
-                publish(pair_s.at[0], y)
-                plgpu.commit_smem()
-                z = product(
-                    (only(x16, block == 1), pair_s.at[0, pl.ds(SUB, SUB)]),
-                    (only(x16, block == 3), pair_s.at[0, pl.ds(3 * SUB, SUB)]),
+                publish(0, [out for (out,) in y])
+                z = products(
+                    [[[(x16[n] * block16[m], pair_s.at[n, 0, pl.ds(m * SUB, SUB)]) for m in (1, 3)]] for n in ns]
                 )
-                left16 = jnp.where(odd, z * -1.0, x).astype(f16)
-                right16 = only(x16, odd)
-                quad_s.at[0][...] = left16
-                quad_s.at[1][...] = right16
+                left16 = [jnp.where(odd, z[n][0] * -1.0, x[n]).astype(f16) for n in ns]
+                right16 = [y * odd16 for y in x16]
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the previous heads' copies
+                for n in ns:
+                    quad_s.at[n, 0][...] = left16[n]
+                    quad_s.at[n, 1][...] = right16[n]
                 plgpu.commit_smem()
-                a0, a1 = [(k_quad[n] * beta_tile).astype(f16) for n in range(2)]
-
-                def below(acc_l, acc_r):
-                    acc_l.mma(a0, quad_s.at[0, pl.ds(0, SUB)])
-                    acc_l.mma(a1, quad_s.at[0, pl.ds(SUB, SUB)])
-                    acc_r.mma(a1, quad_s.at[1, pl.ds(SUB, SUB)])
-                    return acc_l.read(), acc_r.read()
-
-                y_l, y_r = _accumulate(interpret, [tile, tile], below)
-                publish(pair_s.at[0], y_l)
-                publish(pair_s.at[1], y_r)
-                plgpu.commit_smem()
-                a0, a1 = only(left16, lower), only(right16, lower)
-
-                def corner(acc_l, acc_r):
-                    for acc, ref in ((acc_l, pair_s.at[0]), (acc_r, pair_s.at[1])):
-                        acc.mma(a0, ref.at[pl.ds(2 * SUB, SUB)])
-                        acc.mma(a1, ref.at[pl.ds(3 * SUB, SUB)])
-                    return acc_l.read(), acc_r.read()
-
-                z_l, z_r = _accumulate(interpret, [tile, tile], corner)
-                x_s[...] = jnp.concatenate(
+                a = [[(k * y).astype(f16) for k in k_quad] for y in beta_tile]
+                y = products(
                     [
-                        jnp.where(lower, (z_l * -1.0).astype(f16), left16),
-                        jnp.where(lower, (z_r * -1.0).astype(f16), right16),
-                        a0, a1,
-                    ],
-                    axis=1,
-                )  # fmt: skip
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the previous head's copies
-                store(vec_s.at[LOG_GAMMA], gamma)
-                store(vec_s.at[K_SCALE], rk * jnp.exp2(gamma))
-                store(vec_s.at[Q_SCALE], rq * scale * jnp.exp2(gamma))
+                        [
+                            [(a[n][m], quad_s.at[n, 0, pl.ds(m * SUB, SUB)]) for m in (0, 1)],
+                            [(a[n][1], quad_s.at[n, 1, pl.ds(SUB, SUB)])],
+                        ]
+                        for n in ns
+                    ]
+                )
+                for n in ns:
+                    pair_s.at[n, 0][...] = y[n][0].astype(f16)
+                    pair_s.at[n, 1][...] = y[n][1].astype(f16)
+                plgpu.commit_smem()
+                corner = [(left16[n] * lower16, right16[n] * lower16) for n in ns]
+                z = products(
+                    [
+                        [
+                            [(corner[n][m], pair_s.at[n, side, pl.ds((2 + m) * SUB, SUB)]) for m in (0, 1)]
+                            for side in (0, 1)
+                        ]
+                        for n in ns
+                    ]
+                )
+                for n in ns:
+                    x_s.at[n][...] = jnp.concatenate(
+                        [
+                            (z[n][0] * -1.0).astype(f16) + left16[n] * upper16,
+                            (z[n][1] * -1.0).astype(f16) + right16[n] * upper16,
+                            *corner[n],
+                        ],
+                        axis=1,
+                    )
+                    store(vector(n, LOG_GAMMA), gamma[n])
+                    store(vector(n, K_SCALE), rk * jnp.exp2(gamma[n]))
+                    store(vector(n, Q_SCALE), rq * scale * jnp.exp2(gamma[n]))
                 plgpu.commit_smem()
 
-                w = product((scores, x_s), shape=(C, C))
-                ratio = _rows(gamma, C) - _cols(_vector(vec_s.at[LOG_GAMMA], COL), C)
-                # above the diagonal W is 0, and the ratio must not overflow there
-                w = w * jnp.exp2(jnp.minimum(ratio, 0.0))
-                w_s[...] = (w * _cols(_vector(gate_s.at[j, 1], COL) * scale, C)).astype(dtype)
-                r_scale = beta_row * jnp.exp2(vec_s[LOG_GAMMA, C - 1] - gamma)
-                for i in range(halves):
-                    out = product((x_s.transpose((1, 0)), key_s.at[i]), shape=(C, LINE))
-                    r_s.at[i][...] = (out * _rows(r_scale, LINE)).astype(dtype)
+                w = []
+                for n in ns:
+                    ((x,),) = products([[[(scores, x_s.at[n])]]], (C, C))
+                    ratio = _rows(gamma[n], C) - _cols(_vector(vector(n, LOG_GAMMA), COL), C)
+                    # above the diagonal W is 0, and the ratio must not overflow there
+                    x = x * jnp.exp2(jnp.minimum(ratio, 0.0))
+                    w.append((x * _cols(_vector(gate_s.at[n, 1], COL) * scale, C)).astype(dtype))
+                    gamma_end = vec_s[(n * NUM_VECTORS + LOG_GAMMA + 1) * C - 1]
+                    r_scale = _rows(beta_row[n] * jnp.exp2(gamma_end - gamma[n]), LINE)
+                    for i in range(halves):
+                        ((x,),) = products([[[(x_s.at[n].transpose((1, 0)), key_s.at[i])]]], (C, LINE))
+                        r_s[n].at[i][...] = (x * r_scale).astype(dtype)
+                plgpu.commit_smem()  # all warps are through with X, whose place W takes
+                for n in ns:
+                    w_s.at[n][...] = w[n]
                 plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(w_s, w_g.at[item, head])
-                plgpu.copy_smem_to_gmem(r_s, r_g.at[item, head])
-                plgpu.copy_smem_to_gmem(vec_s, vec_g.at[item, head])
+                for n in ns:
+                    vectors = vec_s.at[pl.ds(n * NUM_VECTORS * C, NUM_VECTORS * C)]
+                    plgpu.copy_smem_to_gmem(w_s.at[n], w_g.at[item, head + n])
+                    plgpu.copy_smem_to_gmem(r_s[n], r_g.at[item, head + n])
+                    plgpu.copy_smem_to_gmem(vectors, vec_g.at[item, head + n])
 
-            lax.fori_loop(0, group, per_head, None)
+                @pl.when(step + 1 < steps)
+                def _():
+                    for n in ns:
+                        read_gates(head + together + n, n)
+                    plgpu.commit_smem()
+
+            lax.fori_loop(0, steps, some_heads, None)
             plgpu.wait_smem_to_gmem(0)
 
+    overlay = [
+        _swizzled((units, together, C, C), f16),
+        _swizzled((units, together, C, C), dtype),
+        _swizzled((units, together, 2, C, SUB), f16),
+    ]
     kernel = plgpu.kernel(
         body,
         out_type=[
             jax.ShapeDtypeStruct((items, nv, C, C), dtype),
             jax.ShapeDtypeStruct((items, nv, halves, C, LINE), dtype),
-            jax.ShapeDtypeStruct((items, nv, NUM_VECTORS, C), f32),
+            jax.ShapeDtypeStruct((items, nv, NUM_VECTORS * C), f32),
         ],
         grid=(nk, pl.cdiv(items, units)),
         grid_names=("head", "item"),
@@ -524,14 +573,12 @@ def _prepare(qkv, decay, beta, slot_idx, offsets, *, nk, key_dim, max_slots, nor
             _copy_target(interpret, (units, halves, C, LINE), dtype),
             _copy_target(interpret, (units, halves, C, LINE), dtype),
             _swizzled((units, halves, C, LINE), f16),
-            _swizzled((units, C, C), f16),
-            _swizzled((units, 2, C, SUB), f16),
-            _swizzled((units, 2, C, SUB), f16),
-            plgpu.SMEM((units, NUM_VECTORS, C), f32),
-            plgpu.SMEM((units, group, 2, C), f32),
-            plgpu.SMEM((units, 2, 2 * C), f32),
+            _swizzled((units, together, 2, C, SUB), f16),
+            plgpu.SMEM((units, max(together * NUM_VECTORS, 4) * C), f32),
+            plgpu.SMEM((units, together, 2, C), f32),
             plgpu.Barrier(num_arrivals=halves, num_barriers=units),
             plgpu.Barrier(num_arrivals=halves, num_barriers=units),
+            *([plgpu.RefUnion(*[[x] for x in overlay])] if interpret is None else overlay),
         ],
         compiler_params=_params(),
         interpret=interpret,
@@ -579,8 +626,12 @@ def _pass(qkv, w, r, vec, slot_idx, offsets, has_initial_state, scales, pool, *,
         n_chunks = jnp.where(live, lax.div(length + (C - 1), i32(C)), 0)
         last = length - (n_chunks - 1) * C  # tokens of the last chunk
         item = _item_of(start, row_b)
-        stage_of = lambda n: lax.rem(n, i32(stages))
-        tr = lambda ref: ref.transpose((1, 0))
+
+        def stage_of(n):
+            return lax.rem(n, i32(stages))
+
+        def tr(ref):
+            return ref.transpose((1, 0))
 
         def drain(source, t0, count, channel):
             """Copies the first `count` <= C rows of `source` out: copies have static sizes, powers of two here."""
@@ -634,17 +685,19 @@ def _pass(qkv, w, r, vec, slot_idx, offsets, has_initial_state, scales, pool, *,
                 plgpu.set_max_registers(math_registers, action="increase")
             columns = pl.ds(first_column + m * C, C)
             channel = head * value_dim + first_column + m * C
-            part = lambda i: pool_g.at[slot, head, pl.ds(i * LINE, LINE), columns]
             plain = v_plain.at[0, m]  # free before the first and after the last chunk
-            scaled = lambda x, n: x if scales is None else x * scale_g[n, row_b, head]
+
+            def part(i):
+                return pool_g.at[slot, head, pl.ds(i * LINE, LINE), columns]
+
+            def scaled(x, n):
+                return x if scales is None else x * scale_g[n, row_b, head]
 
             @pl.when(n_chunks > 0)
             def _():
                 state = lax.cond(
                     init_g[row_b] != 0,
-                    lambda: tuple(
-                        scaled(_load_transposed(interpret, part(i)), 0) for i in range(halves)
-                    ),
+                    lambda: tuple(scaled(_load_transposed(interpret, part(i)), 0) for i in range(halves)),
                     lambda: tuple(_zeros((C, LINE), f32) for _ in range(halves)),
                 )
 
@@ -653,9 +706,7 @@ def _pass(qkv, w, r, vec, slot_idx, offsets, has_initial_state, scales, pool, *,
                     plgpu.commit_smem()  # all four warps have read it
                     tr(v_tiles.at[s, m])[...] = o
                     plgpu.commit_smem()
-                    plgpu.copy_smem_to_gmem(
-                        v_rows.at[s, m], o_g.at[pl.ds(start + n * C, C), pl.ds(channel, C)]
-                    )
+                    plgpu.copy_smem_to_gmem(v_rows.at[s, m], o_g.at[pl.ds(start + n * C, C), pl.ds(channel, C)])
 
                 def step(n, carry):
                     state, low, before = carry
@@ -678,13 +729,13 @@ def _pass(qkv, w, r, vec, slot_idx, offsets, has_initial_state, scales, pool, *,
                         def _():
                             write_output(before, n - 1, s)
 
-                        k_scale = _cols(_vector(vec_s.at[s, K_SCALE], COL), C)
-                        decay = jnp.exp2(vec_s[s, LOG_GAMMA, C - 1])
+                        k_scale = _cols(_vector(vec_s.at[s, pl.ds(K_SCALE * C, C)], COL), C)
+                        decay = jnp.exp2(vec_s[s, (LOG_GAMMA + 1) * C - 1])
                         d = (v - u.read(halves) * k_scale).astype(dtype)
                         for i in range(halves):
                             s_new[i].set(state[i] * decay)
                             s_new[i].mma(d, r_s.at[s, i])
-                        q_scale = _cols(_vector(vec_s.at[s, Q_SCALE], COL), C)
+                        q_scale = _cols(_vector(vec_s.at[s, pl.ds(Q_SCALE * C, C)], COL), C)
                         o.set(q.read(halves) * q_scale)
                         o.mma(d, tr(w_s.at[s]))
                         state_new = tuple(x.read(1) for x in s_new)
@@ -776,9 +827,7 @@ def _pass(qkv, w, r, vec, slot_idx, offsets, has_initial_state, scales, pool, *,
             @pl.when((n_chunks > 0) & (last < C))
             def _():  # keys and values past the row's end may be NaN
                 s = stage_of(n_chunks - 1)
-                for ref in [k_tiles.at[s, i] for i in range(halves)] + [
-                    v_tiles.at[s, m] for m in range(tiles)
-                ]:
+                for ref in [k_tiles.at[s, i] for i in range(halves)] + [v_tiles.at[s, m] for m in range(tiles)]:
                     x = plgpu.load(ref, layout=WGMMA)
                     ref[...] = jnp.where(_iota((C, C), 0) < last, x, jnp.zeros_like(x))
                 plgpu.commit_smem()
@@ -808,7 +857,7 @@ def _pass(qkv, w, r, vec, slot_idx, offsets, has_initial_state, scales, pool, *,
             target((stages, tiles, C, C), dtype, plgpu.SMEM((stages, tiles, C, C), dtype)),
             _swizzled((stages, C, C), dtype),
             _swizzled((stages, halves, C, LINE), dtype),
-            plgpu.SMEM((stages, NUM_VECTORS, C), f32),
+            plgpu.SMEM((stages, NUM_VECTORS * C), f32),
             bar(num_arrivals=2 * halves + tiles + 3, num_barriers=stages),
             bar(num_arrivals=tiles, num_barriers=stages),
             bar(),
@@ -841,9 +890,7 @@ def recurrence(
     dtype = qkv.dtype
     scales = token_scale = None
     if dtype == f32:
-        qkv, scales, token_scale = _to_float16(
-            qkv, recurrent_state, slot_idx, input_row_offsets, has_initial_state
-        )
+        qkv, scales, token_scale = _to_float16(qkv, recurrent_state, slot_idx, input_row_offsets, has_initial_state)
     short = max(C - total, 0)
     # Copies and loads take whole chunks of the token arrays, so there must be one. Clamping offsets to the
     # true T first keeps the tokens added here out of every row.
@@ -898,4 +945,4 @@ def _to_float16(qkv, recurrent_state, slot_idx, offsets, has_initial_state):
 
 def _tiles(batch, nv, key_dim, value_dim):
     """Value tiles of a CTA: two share keys, queries, W and R, one leaves more CTAs for an idle chip."""
-    return 2 if value_dim % (2 * C) == 0 and key_dim <= 128 and batch * nv > 66 else 1
+    return 2 if value_dim % (2 * C) == 0 and key_dim <= 128 and batch * nv > SMS // 2 else 1
