@@ -58,7 +58,8 @@ def problem(operation, implementation, max_slots, algorithm="recurrent"):
 
         return run, (pool(), ring())
     if operation == "state_fold":
-        constant_ring = ring()
+        # The ring is no part of what is measured: its size must not follow the pool's.
+        constant_ring = jnp.full(HEADS.ring_shape(FEW_SLOTS, RING_LEN), 0.25)
         accepted = jnp.array([3, 1, 2, 9], jnp.int32)
 
         def run(pool, constant_ring=constant_ring):
@@ -112,7 +113,9 @@ def test_donated_pools_are_updated_in_place(case, loop):
     for max_slots in (FEW_SLOTS, MANY_SLOTS):
         run, pools = case(max_slots)
         program = loops(run)[loop]
-        expected = jax.jit(program)(*pools)
+        expected = pools
+        for _ in range(1 if loop == "jit" else STEPS):
+            expected = tuple(run(*expected))
         compiled = jax.jit(program, donate_argnums=tuple(range(len(pools)))).lower(*pools).compile()
         text, memory = compiled.as_text(), compiled.memory_analysis()
 
