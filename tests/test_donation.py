@@ -65,7 +65,7 @@ def problem(operation, implementation, max_slots, algorithm="recurrent"):
         def run(pool, constant_ring=constant_ring):
             return (
                 gdn_jax.gated_delta_state_fold(
-                    pool, constant_ring, rows[None], rows[None], accepted, implementation=implementation
+                    pool, constant_ring, rows[None], slots(FEW_SLOTS)[None], accepted, implementation=implementation
                 ),
             )
 

@@ -107,7 +107,8 @@ def check_conv1d(args, interpret, **options):
     assert_zero(np.asarray(out)[owners == 0])
     assert_close(np.asarray(out)[owners == 1], expected[owners == 1], BUDGET[x.dtype.name])
     # A window is a copy of inputs: exact up to the pool's own rounding.
-    assert_same_bits(new, np.asarray(jnp.asarray(expected_state, jnp.float32).astype(new.dtype)))
+    # Rounded by NumPy: a conversion on the device may give NaN another payload.
+    assert_same_bits(new, np.asarray(expected_state, np.float32).astype(new.dtype))
 
 
 def fold_operands(*, heads=(2, 6), dims=(32, 32), ring_len=4, pool="float32", ring="float32", padding=0):
