@@ -75,6 +75,16 @@ def zeros(shape, layout) -> jax.Array:
     return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), layout)
 
 
+def rounded_product(x, y) -> jax.Array:
+    """`x * y`, rounded before it enters any sum.
+
+    A compiler may fuse a product into the sum it enters, even where the product is needed as it is too: the lanes
+    that exchange products would then each add the other's rounded product to their own exact one, and end with
+    different sums. A sum with a zero that it cannot see through gives the rounded product, fused or not.
+    """
+    return x * y + lax.optimization_barrier(jnp.zeros_like(x))
+
+
 def update(state, key, factor, decay) -> jax.Array:
     """`fma(key, factor, state * decay)`, elementwise, with exactly these two roundings.
 

@@ -54,7 +54,7 @@ class Implementation:
         return importlib.import_module(self.module).unsupported(*avals, **params)
 
 
-def mosaic_gpu(module: str) -> Implementation:
+def hopper_kernel(module: str) -> Implementation:
     """The row of a kernel in Pallas Mosaic GPU, which is compiled and tested for Hopper."""
     return Implementation("mosaic_gpu", module, ("cuda",), ("H100", "H200", "H800", "H20", "GH200"))
 

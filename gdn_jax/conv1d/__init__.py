@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gdn_jax._checks import FLOATS, Arguments
-from gdn_jax._primitive import Implementation, Operation, mosaic_gpu
+from gdn_jax._primitive import Implementation, Operation, hopper_kernel
 from gdn_jax._ragged import fold_per_row, fold_rows, fold_slots
 from gdn_jax.conv1d.xla import differentiable_conv1d
 
@@ -53,7 +53,7 @@ conv1d = Operation(
     "conv1d",
     out_avals=_out_avals,
     implementations=[
-        mosaic_gpu("gdn_jax.conv1d.mosaic_gpu"),
+        hopper_kernel("gdn_jax.conv1d.mosaic_gpu"),
         Implementation("xla", "gdn_jax.conv1d.xla"),
         Implementation("scan", "gdn_jax.conv1d.scan"),
     ],

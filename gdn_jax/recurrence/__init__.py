@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from gdn_jax._checks import FLOATS, Arguments
-from gdn_jax._primitive import Implementation, Operation, mosaic_gpu
+from gdn_jax._primitive import Implementation, Operation, hopper_kernel
 from gdn_jax._ragged import fold_per_row, fold_rows, fold_slots
 from gdn_jax.recurrence.xla import differentiable_recurrence
 
@@ -64,8 +64,8 @@ recurrence = Operation(
     "recurrence",
     out_avals=_out_avals,
     implementations=[
-        mosaic_gpu("gdn_jax.recurrence.mosaic_gpu_chunked"),
-        mosaic_gpu("gdn_jax.recurrence.mosaic_gpu"),
+        hopper_kernel("gdn_jax.recurrence.mosaic_gpu_chunked"),
+        hopper_kernel("gdn_jax.recurrence.mosaic_gpu"),
         Implementation("xla", "gdn_jax.recurrence.xla"),
         Implementation("scan", "gdn_jax.recurrence.scan"),
     ],

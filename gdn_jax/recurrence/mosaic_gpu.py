@@ -26,6 +26,7 @@ from gdn_jax._mosaic import (
     compiler_params,
     is_row_of,
     load,
+    rounded_product,
     state_layout,
     store,
     update,
@@ -175,10 +176,8 @@ class KeyVectors:
         """`1/|k|`, `key_head_dim**-0.5 / |q|` and `k . q`, in the one order of sums that every path keeps."""
 
         def dot(x, y):
-            total = x[0] * y[0]
-            for a, b in zip(x[1:], y[1:], strict=True):
-                total += a * b
-            return jnp.sum(total, axis=-1)
+            total, *products = (rounded_product(a, b) for a, b in zip(x, y, strict=True))
+            return jnp.sum(sum(products, start=total), axis=-1)
 
         key_scale = lax.rsqrt(dot(key, key) + EPS)
         query_scale = lax.rsqrt(dot(query, query) + EPS) * self.query_scale
@@ -229,7 +228,8 @@ def zero_uncovered(offsets, out, columns, layout, b, batch):
             @pl.when((begin < first) | (end > last))
             def _():
                 def cover(row, mask):
-                    lo, hi = (jnp.clip(offsets[row + i] - begin, 0, _ZERO_CHUNK) for i in (0, 1))
+                    # Clipped first: an offset may lie so far out that its distance overflows.
+                    lo, hi = (jnp.clip(offsets[row + i], begin, begin + _ZERO_CHUNK) - begin for i in (0, 1))
                     return mask | jnp.where(hi > lo, (1 << hi) - (1 << lo), 0)
 
                 covered = lax.fori_loop(0, batch, cover, jnp.int32(0))

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from gdn_jax._checks import FLOATS, Arguments
-from gdn_jax._primitive import Implementation, Operation, mosaic_gpu
+from gdn_jax._primitive import Implementation, Operation, hopper_kernel
 from gdn_jax._ragged import fold_slots
 from gdn_jax.state_fold.xla import differentiable_state_fold
 from gdn_jax.verify_ring import RING_DIMS, RING_DTYPES, check_record_stride
@@ -36,7 +36,7 @@ state_fold = Operation(
     "state_fold",
     out_avals=lambda state, *_: [state.update(weak_type=False)],
     implementations=[
-        mosaic_gpu("gdn_jax.state_fold.mosaic_gpu"),
+        hopper_kernel("gdn_jax.state_fold.mosaic_gpu"),
         Implementation("xla", "gdn_jax.state_fold.xla"),
         Implementation("scan", "gdn_jax.state_fold.scan"),
     ],

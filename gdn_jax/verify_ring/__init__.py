@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from gdn_jax._checks import Arguments
-from gdn_jax._primitive import Implementation, Operation, mosaic_gpu
+from gdn_jax._primitive import Implementation, Operation, hopper_kernel
 from gdn_jax._ragged import fold_per_row, fold_rows, fold_slots
 from gdn_jax.recurrence import empty_output, own_heads, token_operands
 from gdn_jax.verify_ring.xla import differentiable_verify_ring
@@ -81,7 +81,7 @@ verify_ring = Operation(
     "verify_ring",
     out_avals=_out_avals,
     implementations=[
-        mosaic_gpu("gdn_jax.verify_ring.mosaic_gpu"),
+        hopper_kernel("gdn_jax.verify_ring.mosaic_gpu"),
         Implementation("xla", "gdn_jax.verify_ring.xla"),
         Implementation("scan", "gdn_jax.verify_ring.scan"),
     ],
