@@ -480,6 +480,9 @@ def test_speculation_errors(layers):
         verify(layers[0], x, pools, dataclasses.replace(window, input_row_offsets=np.arange(8)), 0)
     with pytest.raises(ValueError, match=r"ring_slot_idx has shape \(3,\)"):
         verify(layers[0], x, pools, dataclasses.replace(window, ring_slot_idx=np.arange(3)), 0)
+    nine = Window(np.arange(9), np.arange(10) * 3)
+    with pytest.raises(ValueError, match=r"slot_idx has 9 rows, must have at most max_batch_size = 8"):
+        verify(layers[0], x, pools, nine, 0)
     cache = GatedDeltaCache(pools.cache.conv_state[:23], pools.cache.recurrent_state[:23])
     with pytest.raises(ValueError, match=r"rows is 23, must be a multiple of num_layers = 3"):
         verify(layers[0], x, dataclasses.replace(pools, cache=cache), window, 0)

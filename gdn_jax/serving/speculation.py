@@ -66,11 +66,21 @@ class Window:
     has_initial_state: Any = None
     ring_slot_idx: Any = None
 
-    def ring_slots(self) -> ArrayLike:
-        """`ring_slot_idx`, or what stands for it where it is None."""
-        if self.ring_slot_idx is None:
-            return jnp.arange(jnp.shape(self.slot_idx)[0], dtype=jnp.int32)
-        return self.ring_slot_idx
+    def ring_slots(self, ring_rows: int) -> ArrayLike:
+        """`ring_slot_idx`, or what stands for it where it is None, for a ring of so many rows a layer.
+
+        Raises:
+            ValueError: ring_slot_idx is None, and there are more rows than that.
+        """
+        if self.ring_slot_idx is not None:
+            return self.ring_slot_idx
+        batch_size = jnp.shape(self.slot_idx)[0]
+        if batch_size > ring_rows:
+            raise ValueError(
+                f"Window: slot_idx has {batch_size} rows, must have at most max_batch_size = {ring_rows}, as the ring; "
+                "give ring_slot_idx where not all of them need records"
+            )
+        return jnp.arange(batch_size, dtype=jnp.int32)
 
 
 def init_pools(
@@ -125,7 +135,7 @@ def verify(
         pools.cache,
         pools.ring,
         slot_idx=layer_slots(window.slot_idx, layer_idx, n, pools.cache.recurrent_state.shape[0]),
-        ring_slot_idx=layer_slots(window.ring_slots(), layer_idx, n, pools.ring.shape[0]),
+        ring_slot_idx=layer_slots(window.ring_slots(pools.ring.shape[0] // n), layer_idx, n, pools.ring.shape[0]),
         input_row_offsets=window.input_row_offsets,
         has_initial_state=window.has_initial_state,
     )
@@ -162,7 +172,7 @@ def commit(
     ring_rows, ring_len = pools.ring.shape[0] // n, pools.ring.shape[2]
     args = Arguments("commit")
     slot_idx = args.indices("slot_idx", window.slot_idx, ("batch_size",))
-    ring_slots = args.indices("ring_slot_idx", window.ring_slots(), ("batch_size",))
+    ring_slots = args.indices("ring_slot_idx", window.ring_slots(ring_rows), ("batch_size",))
     args.derive("batch_size + 1", args.sizes["batch_size"] + 1, "slot_idx")
     offsets = args.offsets("input_row_offsets", window.input_row_offsets, ("batch_size + 1",), total_seq_len)
     fresh = args.flags("has_initial_state", window.has_initial_state, args.sizes["batch_size"])
@@ -236,6 +246,7 @@ def accepted_row_plan(
     count = jnp.minimum(lengths, last)
     row_offsets = jnp.concatenate([jnp.zeros((1,), jnp.int32), jnp.cumsum(count, dtype=jnp.int32)])
     place = jnp.arange(lengths.shape[0] * last, dtype=jnp.int32)
-    row = jnp.searchsorted(row_offsets[1:], place, side="right")
+    # A binary search would be a chain of small kernels; B is small enough to compare with all rows in one.
+    row = jnp.searchsorted(row_offsets[1:], place, side="right", method="compare_all")
     token = (start + lengths - count - row_offsets[:-1]).at[row].get(mode="clip") + place
     return jnp.where(place < row_offsets[-1], token, 0), row_offsets
