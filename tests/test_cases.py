@@ -124,21 +124,23 @@ def test_slots_3(implementation):
     fresh = np.array([False])
 
     _, used = implementation.recurrence(tokens, clean, slots, offsets)
-    used = used.copy()
-    used[2] = np.nan
-    out, new_pool = implementation.recurrence(tokens, used, slots, offsets, has_initial_state=fresh)
     expected_out, expected_pool = implementation.recurrence(tokens, clean, slots, offsets)
-    assert_same_bits(out, expected_out)
-    assert_same_bits(new_pool, expected_pool)
+    conv_out, conv_windows = implementation.conv1d(x, weight, clean_windows, slots, offsets, bias=bias)
+    # The slot alone, and every other one too: an implementation that reads a stand-in row must not mind it either.
+    for nan_rows in ([2], [0, 1, 2, 3]):
+        used = np.array(used)
+        used[nan_rows] = np.nan
+        out, new_pool = implementation.recurrence(tokens, used, slots, offsets, has_initial_state=fresh)
+        assert_same_bits(out, expected_out)
+        assert_same_bits(new_pool[2], expected_pool[2])
+        assert_other_rows_kept(new_pool, used, [2])
 
-    clean_windows[2] = np.nan
-    out, new_windows = implementation.conv1d(
-        x, weight, clean_windows, slots, offsets, bias=bias, has_initial_state=fresh
-    )
-    clean_windows[2] = 0
-    expected_out, expected_windows = implementation.conv1d(x, weight, clean_windows, slots, offsets, bias=bias)
-    assert_same_bits(out, expected_out)
-    assert_same_bits(new_windows, expected_windows)
+        windows = clean_windows.copy()
+        windows[nan_rows] = np.nan
+        out, new_windows = implementation.conv1d(x, weight, windows, slots, offsets, bias=bias, has_initial_state=fresh)
+        assert_same_bits(out, conv_out)
+        assert_same_bits(new_windows[2], conv_windows[2])
+        assert_other_rows_kept(new_windows, windows, [2])
 
 
 def test_slots_4(implementation):
