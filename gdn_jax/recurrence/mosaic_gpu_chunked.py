@@ -591,11 +591,15 @@ def _params():
     return dataclasses.replace(compiler_params(), approx_math=True)
 
 
-def _pass(qkv, w, r, vec, slot_idx, offsets, has_initial_state, scales, pool, *, nk, tiles, interpret):
+def _pass(
+    qkv, w, r, vec, slot_idx, offsets, has_initial_state, scales, pool, *, nk, tiles, interpret, split=None
+):  # fmt: skip
     """Outputs [T, nv * VD]; `pool` (a Ref) is updated. One CTA per (row, value head, `tiles` * 64 value columns).
 
-    `scales` is None or [2, B, nv]: what states are multiplied with when read, and when written.
+    `scales` is None or [2, B, nv]: what states are multiplied with when read, and when written. `split` is None or
+    (`_segments`, their initial states): each segment of a row then has its own CTAs, and the last writes the state.
     """
+    table, initial = split or (None, None)
     total = qkv.shape[0]
     max_slots, nv, key_dim, value_dim = pool.shape
     batch = slot_idx.shape[0]
@@ -606,9 +610,10 @@ def _pass(qkv, w, r, vec, slot_idx, offsets, has_initial_state, scales, pool, *,
     width = tiles * C
     # Registers a thread, of 65536 a CTA: accumulators where the products are, few where only copies are issued.
     math_registers = 232 if tiles == 2 else 240
+    rows = batch if table is None else table.shape[1]
 
     def body(
-        qkv_g, w_g, r_g, vec_g, slot_g, off_g, init_g, scale_g, pool_g, o_g,
+        qkv_g, w_g, r_g, vec_g, slot_g, off_g, init_g, scale_g, table_g, initial_g, pool_g, o_g,
         q_u, k_u, v_u, w_s, r_s, vec_s, in_bar, in_free, tail_ready, done,
     ):  # fmt: skip
         q_rows, q_tiles = _aliases(interpret, q_u)
@@ -619,13 +624,17 @@ def _pass(qkv, w, r, vec, slot_idx, offsets, has_initial_state, scales, pool, *,
         first_column = lax.axis_index("column") * width
         key_head = lax.div(head, i32(group))
         wg = lax.axis_index("wg")
-        row_b = jnp.minimum(b, batch - 1)
-        start, length = _row_of(off_g, row_b, total)
+        part_b = jnp.minimum(b, rows - 1)
+        row_b = lax.div(part_b, i32(rows // batch))
+        if table is None:
+            start, length = _row_of(off_g, row_b, total)
+            item = _item_of(start, row_b)
+        else:
+            start, length, item = [table_g[n, part_b] for n in (FIRST, LENGTH, ITEM)]
         slot = slot_g[row_b]
-        live = (b < batch) & is_row_of(slot, max_slots)
+        live = (b < rows) & is_row_of(slot, max_slots)
         n_chunks = jnp.where(live, lax.div(length + (C - 1), i32(C)), 0)
         last = length - (n_chunks - 1) * C  # tokens of the last chunk
-        item = _item_of(start, row_b)
 
         def stage_of(n):
             return lax.rem(n, i32(stages))
@@ -695,11 +704,17 @@ def _pass(qkv, w, r, vec, slot_idx, offsets, has_initial_state, scales, pool, *,
 
             @pl.when(n_chunks > 0)
             def _():
-                state = lax.cond(
-                    init_g[row_b] != 0,
-                    lambda: tuple(scaled(_load_transposed(interpret, part(i)), 0) for i in range(halves)),
-                    lambda: tuple(_zeros((C, LINE), f32) for _ in range(halves)),
-                )
+                if table is None:
+                    state = lax.cond(
+                        init_g[row_b] != 0,
+                        lambda: tuple(scaled(_load_transposed(interpret, part(i)), 0) for i in range(halves)),
+                        lambda: tuple(_zeros((C, LINE), f32) for _ in range(halves)),
+                    )
+                else:
+                    state = tuple(
+                        _load_transposed(interpret, initial_g.at[part_b, head, pl.ds(i * LINE, LINE), columns])
+                        for i in range(halves)
+                    )
 
                 def write_output(o, n, s):
                     """Through the buffer of values that chunk n + 1 has just read."""
@@ -768,8 +783,11 @@ def _pass(qkv, w, r, vec, slot_idx, offsets, has_initial_state, scales, pool, *,
                     plgpu.commit_smem()
                     drain(plain, start + (n_chunks - 1) * C, last, channel)
 
-                for i in range(halves):
-                    _store_transposed(interpret, part(i), scaled(state[i], 1))
+                @pl.when(True if table is None else table_g[IS_LAST, part_b] != 0)
+                def _():
+                    for i in range(halves):
+                        _store_transposed(interpret, part(i), scaled(state[i], 1))
+
                 plgpu.wait_smem_to_gmem(0)
 
             @pl.when(jnp.logical_not(live))
@@ -777,11 +795,11 @@ def _pass(qkv, w, r, vec, slot_idx, offsets, has_initial_state, scales, pool, *,
                 store(plain, _zeros((C, C), dtype))
                 plgpu.commit_smem()
 
-                @pl.when(b < batch)
+                @pl.when(b < rows)
                 def _():
                     zero_tokens(plain, start, start + length, channel)
 
-                @pl.when(b == batch)
+                @pl.when(b == rows)
                 def _():
                     zero_outside(plain, channel)
 
@@ -847,7 +865,7 @@ def _pass(qkv, w, r, vec, slot_idx, offsets, has_initial_state, scales, pool, *,
     kernel = plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((total, nv * value_dim), dtype),
-        grid=(value_dim // width, nv, batch + 1),
+        grid=(value_dim // width, nv, rows + 1),
         grid_names=("column", "head", "row"),
         num_threads=tiles + 1,
         thread_name="wg",
@@ -867,7 +885,160 @@ def _pass(qkv, w, r, vec, slot_idx, offsets, has_initial_state, scales, pool, *,
         interpret=interpret,
         kernel_name="gated_delta_chunk_pass",
     )
-    return kernel(qkv, w, r, vec, slot_idx, offsets, has_initial_state, scales, pool)
+    return kernel(qkv, w, r, vec, slot_idx, offsets, has_initial_state, scales, table, initial, pool)
+
+
+# Rows of the table of segments: first token, tokens, first item, whether the row ends in this segment.
+FIRST, LENGTH, ITEM, IS_LAST = range(4)
+
+
+def _segments(offsets, total, count):
+    """Every row in `count` segments of equally many chunks, the last ones shorter or empty: int32 [4, B * count]."""
+    start, length = [x[:, None] for x in row_bounds(offsets, total)]
+    chunks = (length + (C - 1)) // C
+    each = (chunks + (count - 1)) // count
+    first = jnp.minimum(jnp.arange(count, dtype=i32) * each, chunks)
+    past = jnp.minimum(first + each, chunks)
+    tokens = jnp.minimum(past * C, length) - jnp.minimum(first * C, length)
+    item = _item_of(start, jnp.arange(start.shape[0], dtype=i32)[:, None]) + first
+    table = [start + first * C, tokens, item, (past == chunks) & (first < past)]
+    return jnp.stack([x.astype(i32).reshape(-1) for x in table])
+
+
+def _segment_maps(qkv, r, vec, slot_idx, table, *, count, dims, max_slots, interpret):
+    """What segments do to the state: float32 [B * count, nv, KD, VD + KD].
+
+    The first VD columns are the state that a segment leaves behind when it starts from zeros, the others those of the
+    unit vectors with values of zero: the map from the state before the segment to its share in the state after it. Only
+    the segments that another one follows are filled in.
+    """
+    nk, nv, key_dim, value_dim = dims
+    group = nv // nk
+    halves = key_dim // LINE
+    stages = 2 if key_dim == 256 else 3
+    dtype = qkv.dtype
+    segments = table.shape[1]
+    value_tiles = value_dim // C
+
+    def body(
+        qkv_g, r_g, vec_g, slot_g, table_g, out_g, k_u, v_u, r_s, vec_s, in_bar, in_free, done
+    ):  # fmt: skip
+        k_rows, k_tiles = _aliases(interpret, k_u)
+        v_rows, v_tiles = _aliases(interpret, v_u)
+        segment, head, column = [lax.axis_index(name) for name in ("segment", "head", "column")]
+        key_head = lax.div(head, i32(group))
+        wg = lax.axis_index("wg")
+        start, item = table_g[FIRST, segment], table_g[ITEM, segment]
+        follows = lax.rem(segment, i32(count)) < count - 1
+        follows = follows & (table_g[LENGTH, jnp.minimum(segment + 1, segments - 1)] > 0)
+        live = follows & is_row_of(slot_g[lax.div(segment, i32(count))], max_slots)
+        # A segment that another one follows is whole chunks.
+        n_chunks = jnp.where(live, lax.div(table_g[LENGTH, segment], i32(C)), 0)
+        is_map = column >= value_tiles
+
+        def stage_of(n):
+            return lax.rem(n, i32(stages))
+
+        @pl.when((wg == 0) & (n_chunks > 0))
+        def _():
+            if interpret is None:
+                plgpu.set_max_registers(240, action="increase")
+            unit = _iota((C, LINE), 0) + (column - value_tiles) * C  # where a column of the identity has its 1
+
+            def step(n, state):
+                s = stage_of(n)
+                plgpu.barrier_wait(in_bar.at[s])
+
+                def chunk(u, *s_new):
+                    for i in range(halves):
+                        u.mma(state[i].astype(dtype), k_tiles.at[s, i].transpose((1, 0)))
+                    v = plgpu.load(v_tiles.at[s].transpose((1, 0)), layout=WGMMA).astype(f32)
+                    v = jnp.where(is_map, _zeros((C, C), f32), v)
+                    k_scale = _cols(_vector(vec_s.at[s, pl.ds(K_SCALE * C, C)], COL), C)
+                    decay = jnp.exp2(vec_s[s, (LOG_GAMMA + 1) * C - 1])
+                    d = (v - u.read() * k_scale).astype(dtype)
+                    for i in range(halves):
+                        s_new[i].set(state[i] * decay)
+                        s_new[i].mma(d, r_s.at[s, i])
+                    return tuple(x.read() for x in s_new)
+
+                state = _accumulate(interpret, [(C, C)] + [(C, LINE)] * halves, chunk)
+                if interpret is not None:
+                    plgpu.commit_smem()
+                plgpu.barrier_arrive(in_free.at[s])
+                return state
+
+            state = tuple(jnp.where(_iota((C, LINE), 1) + i * LINE == unit, 1.0, 0.0) for i in range(halves))
+            state = lax.fori_loop(0, n_chunks, step, state)
+            for i in range(halves):
+                target = out_g.at[segment, head, pl.ds(i * LINE, LINE), pl.ds(column * C, C)]
+                _store_transposed(interpret, target, state[i])
+
+        @pl.when(wg == 1)
+        def _():
+            if interpret is None:
+                plgpu.set_max_registers(40, action="decrease")
+
+            def bring(n, _):
+                s = stage_of(n)
+
+                @pl.when(n >= stages)
+                def _():
+                    plgpu.barrier_wait(in_free.at[s])
+
+                def copy(channel, target):
+                    source = qkv_g.at[pl.ds(start + n * C, C), pl.ds(channel, LINE)]
+                    plgpu.copy_gmem_to_smem(source, target, in_bar.at[s])
+
+                for i in range(halves):
+                    copy((nk + key_head) * key_dim + i * LINE, k_rows.at[s, i])
+                plgpu.copy_gmem_to_smem(vec_g.at[item + n, head], vec_s.at[s], in_bar.at[s])
+                value_tile = jnp.minimum(column, value_tiles - 1)  # not used by a map
+                copy(2 * nk * key_dim + head * value_dim + value_tile * C, v_rows.at[s])
+                plgpu.copy_gmem_to_smem(r_g.at[item + n, head], r_s.at[s], in_bar.at[s])
+
+            lax.fori_loop(0, n_chunks, bring, None)
+            lax.fori_loop(
+                jnp.maximum(n_chunks - stages, 0), n_chunks,
+                lambda n, _: plgpu.barrier_wait(in_free.at[stage_of(n)]), None,
+            )  # fmt: skip
+
+        plgpu.barrier_arrive(done)
+        plgpu.barrier_wait(done)
+
+    bar = plgpu.Barrier
+    kernel = plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((segments, nv, key_dim, value_dim + key_dim), f32),
+        grid=(value_tiles + key_dim // C, nv, segments),
+        grid_names=("column", "head", "segment"),
+        num_threads=2,
+        thread_name="wg",
+        scratch_types=[
+            _copy_target(interpret, (stages, halves, C, LINE), dtype),
+            _copy_target(interpret, (stages, C, C), dtype),
+            _swizzled((stages, halves, C, LINE), dtype),
+            plgpu.SMEM((stages, NUM_VECTORS * C), f32),
+            bar(num_arrivals=halves + 3, num_barriers=stages),
+            bar(num_barriers=stages),
+            bar(num_arrivals=2),
+        ],
+        compiler_params=_params(),
+        interpret=interpret,
+        kernel_name="gated_delta_chunk_maps",
+    )
+    return kernel(qkv, r, vec, slot_idx, table)
+
+
+def _initial_states(maps, states, count):
+    """The states before all segments, float32 [B * count, nv, KD, VD], from `_segment_maps` and the rows' own."""
+    batch, nv, key_dim, value_dim = states.shape
+    maps = maps.reshape(batch, count, nv, key_dim, value_dim + key_dim)
+    before = [states]
+    for n in range(count - 1):
+        local, step = maps[:, n, ..., :value_dim], maps[:, n, ..., value_dim:]
+        before.append(jnp.matmul(step, before[-1], precision=lax.Precision.HIGHEST) + local)
+    return jnp.stack(before, 1).reshape(batch * count, nv, key_dim, value_dim)
 
 
 def recurrence(
@@ -900,10 +1071,22 @@ def recurrence(
         qkv, decay, beta, slot_idx, offsets,
         nk=nk, key_dim=key_dim, max_slots=recurrent_state.shape[0], normalise=dtype != f32, interpret=interpret,
     )  # fmt: skip
+    split = None
+    count = _num_segments(total, slot_idx.shape[0], nv, key_dim, value_dim)
+    if count > 1:
+        table = _segments(offsets, total, count)
+        maps = _segment_maps(
+            qkv, r, vec, slot_idx, table,
+            count=count, dims=(nk, nv, key_dim, value_dim), max_slots=recurrent_state.shape[0], interpret=interpret,
+        )  # fmt: skip
+        states = read_rows(recurrent_state, slot_idx, is_live(slot_idx, recurrent_state.shape[0]) & has_initial_state)
+        if scales is not None:
+            states = states * scales[0, :, :, None, None]
+        split = table, _initial_states(maps, states, count)
     pool = jax.new_ref(recurrent_state)
     out = _pass(
         qkv, w, r, vec, slot_idx, offsets, has_initial_state.astype(i32), scales, pool,
-        nk=nk, tiles=_tiles(slot_idx.shape[0], nv, key_dim, value_dim), interpret=interpret,
+        nk=nk, tiles=_tiles(slot_idx.shape[0], nv, key_dim, value_dim), interpret=interpret, split=split,
     )[:total]  # fmt: skip
     if token_scale is not None:
         out = out.reshape(total, nv, value_dim).astype(f32) * (1.0 / token_scale)[..., None]
@@ -946,3 +1129,14 @@ def _to_float16(qkv, recurrent_state, slot_idx, offsets, has_initial_state):
 def _tiles(batch, nv, key_dim, value_dim):
     """Value tiles of a CTA: two share keys, queries, W and R, one leaves more CTAs for an idle chip."""
     return 2 if value_dim % (2 * C) == 0 and key_dim <= 128 and batch * nv > SMS // 2 else 1
+
+
+def _num_segments(total, batch, nv, key_dim, value_dim):
+    """In how many segments to cut every row: 1, or as many as leave no multiprocessor idle while their maps are made.
+
+    The maps cost as many columns again as the states, so two segments would gain nothing. Under 32 chunks a segment,
+    the steps between the kernels cost more than is saved.
+    """
+    columns = batch * nv * (value_dim + key_dim) // C
+    count = min(SMS // columns + 1, total // (32 * C))
+    return count if count >= 3 else 1
