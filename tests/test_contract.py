@@ -488,6 +488,21 @@ def test_verify_of_nothing(implementation, num_tokens, batch_size):
     assert_same_bits(new_pool, pool)
 
 
+@pytest.mark.parametrize(("ring_rows", "ring_len"), [(0, 4), (3, 0)])
+def test_a_ring_without_rows_or_positions(implementation, ring_rows, ring_len):
+    """Without rows every record is dropped; without positions every row is longer than the ring."""
+    tokens, pool = window_inputs()
+    ring = np.zeros(SMALL.ring_shape(ring_rows, ring_len), np.float32)
+    arguments = (tokens, pool, ring, WINDOW_SLOTS, RING_SLOTS, WINDOW_OFFSETS)
+    out, new_ring, new_pool = implementation.verify(*arguments)
+    expected_out, _, expected_pool = oracle.verify_ring(*tokens, *arguments[1:])
+    assert_close(out, expected_out, 2e-6, "outputs")
+    assert_close(new_pool, expected_pool, 2e-6, "states")
+    assert_same_bits(new_ring, ring)
+    accepted = np.full(len(WINDOWS), 1, np.int32)
+    assert_same_bits(implementation.fold(pool, ring, WINDOW_SLOTS[None], RING_SLOTS[None], accepted), pool)
+
+
 def test_a_ring_of_bfloat16(implementation):
     """Works, and costs the rounding of the records: the fold is not bit-exact then."""
     tokens, pool = window_inputs()

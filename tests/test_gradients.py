@@ -244,6 +244,44 @@ def test_gradients_ignore_what_lies_outside_every_row(algorithm):
         assert_close(value, reference, 1e-6)
 
 
+@pytest.mark.parametrize("operation", ["conv1d", "verify_ring", "state_fold"])
+def test_gradients_of_the_other_operations_ignore_it_too(operation):
+    """NaN in the tail, in slots that are not read, in records that were not accepted."""
+    function, _, arrays, names = problem(operation, None)
+    offsets = np.minimum(OFFSETS, NUM_TOKENS - 2)
+    poisoned, clean = [np.array(x) for x in arrays], [np.array(x) for x in arrays]
+    if operation == "state_fold":
+        accepted, rings = (4, 0, 2, 1, 3), (3, 0, 1, 4, 2)
+        for ring_row, count in zip(rings, accepted, strict=True):
+            poisoned[1][ring_row, :, count:] = np.nan
+            clean[1][ring_row, :, count:] = 0
+    else:
+        poisoned[names.index("qkv")][-2:] = np.nan
+        state = names.index("conv_state" if operation == "conv1d" else "recurrent_state")
+        poisoned[state][SLOTS[4]] = np.nan  # A fresh row's.
+        clean[state][SLOTS[4]] = 0
+
+    def call(*xs):
+        if operation == "state_fold":
+            return function(*xs)
+        options = {"has_initial_state": jnp.asarray(FLAGS)}
+        if operation == "conv1d":
+            x, weight, bias, windows = xs
+            return gdn_jax.gated_delta_conv1d_fwd(x, weight, windows, SLOTS, offsets, bias=bias, **options)
+        rows = np.array([0, 1, 2, 3, 4], np.int32)
+        out, ring, pool = gdn_jax.gated_delta_recurrence_verify_ring(*xs, SLOTS, rows, offsets, **options)
+        # A window leaves its pool row alone, NaN included: that row is no result of this call.
+        return out, ring, pool.at[SLOTS[4]].set(0)
+
+    def loss(*xs):
+        return sum(jnp.sum(x**2) for x in call(*xs))
+
+    gradient = jax.jit(jax.grad(loss, argnums=tuple(range(len(arrays)))))
+    for name, value, reference in zip(names, gradient(*poisoned), gradient(*clean), strict=True):
+        assert np.isfinite(value).all(), name
+        assert_close(value, reference, 1e-6, name)
+
+
 def test_gradients_have_the_dtypes_of_their_arguments():
     dtype = "bfloat16"
     qkv, decay, beta, pool = map(jnp.asarray, recurrence_inputs(91))
