@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 
 import jax
 import jax.numpy as jnp
@@ -144,6 +145,22 @@ def test_donated_pools_are_updated_in_place(case, loop):
         for result, reference in zip(results, expected, strict=True):
             assert_same_bits(result, reference)
     assert temporaries[MANY_SLOTS] == temporaries[FEW_SLOTS]
+
+
+def test_time_does_not_grow_with_the_pool(case):
+    """A pass over the large pool takes tens of milliseconds, a step that touches the named slots a fraction of one."""
+    seconds = {}
+    for max_slots in (FEW_SLOTS, 4 * MANY_SLOTS):
+        run, pools = case(max_slots)
+        step = jax.jit(run, donate_argnums=tuple(range(len(pools))))
+        pools = jax.block_until_ready(step(*pools))
+        seconds[max_slots] = np.inf
+        for _ in range(20):
+            start = time.perf_counter()
+            pools = jax.block_until_ready(step(*pools))
+            seconds[max_slots] = min(seconds[max_slots], time.perf_counter() - start)
+    # The best of twenty is hundredths of a millisecond; what grew with the pool would be 64 times as much.
+    assert seconds[4 * MANY_SLOTS] < 3 * seconds[FEW_SLOTS] + 1e-3, seconds
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
