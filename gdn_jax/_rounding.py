@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 
 def rounded(product: jax.Array, factor: jax.Array) -> jax.Array:
@@ -29,3 +30,12 @@ def sum_by_halves(x: jax.Array, axis: int) -> jax.Array:
         if odd.shape[0]:
             x = jnp.concatenate([x, odd])
     return x[0]
+
+
+def inverse_sqrt(x: jax.Array) -> jax.Array:
+    """`1 / sqrt(x)` in two IEEE roundings.
+
+    An `rsqrt` is an approximation that differs between the vector and the scalar part of one loop; the barrier keeps a
+    compiler from making one of this.
+    """
+    return 1.0 / lax.optimization_barrier(jnp.sqrt(x))

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from gdn_jax._ragged import is_live, read_rows, row_bounds, write_rows
-from gdn_jax._rounding import rounded, sum_by_halves
+from gdn_jax._rounding import inverse_sqrt, rounded, sum_by_halves
 
 EPS = 1e-6
 
@@ -53,7 +53,7 @@ def token_step(S, q, k, v, decay, beta):
 
 
 def _inverse_norm(x):
-    return lax.rsqrt(sum_by_halves(rounded(x * x, x), -1) + EPS)
+    return inverse_sqrt(sum_by_halves(rounded(x * x, x), -1) + EPS)
 
 
 def _times_state(S, x):
