@@ -42,6 +42,7 @@ class Implementation:
     module: str
     platforms: tuple[str, ...] | None = None
     device_kinds: tuple[str, ...] | None = None
+    in_place: bool = False
 
     def unsupported(self, platform: str | None, avals, params) -> str | None:
         """Why this row cannot serve a call, or None. `platform` None asks about the call alone."""
@@ -56,7 +57,7 @@ class Implementation:
 
 def hopper_kernel(module: str) -> Implementation:
     """The row of a kernel in Pallas Mosaic GPU, which is compiled and tested for Hopper."""
-    return Implementation("mosaic_gpu", module, ("cuda",), ("H100", "H200", "H800", "H20", "GH200"))
+    return Implementation("mosaic_gpu", module, ("cuda",), ("H100", "H200", "H800", "H20", "GH200"), in_place=True)
 
 
 class Operation:
@@ -135,8 +136,9 @@ class Operation:
         function = getattr(importlib.import_module(row.module), self.name)
 
         def outputs(*args):
-            out = function(*args, **params)
-            return list(out) if isinstance(out, tuple) else [out]
+            out = function(*(map(_apart, args) if row.in_place else args), **params)
+            out = out if isinstance(out, tuple) else (out,)
+            return list(map(_apart, out) if row.in_place else out)
 
         # Varying axes are settled by abstract evaluation. They have no trace in the lowered types, and Pallas refuses
         # Refs that carry them.
@@ -198,6 +200,16 @@ class Operation:
         return list(
             jax.shard_map(shard, mesh=mesh, in_specs=tuple(in_specs), out_specs=out_specs, check_vma=False)(*args)
         )
+
+
+def _apart(x):
+    """A pool or a ring (what has more than two axes) behind a barrier; anything else as it is.
+
+    A kernel updates them in place. On GPUs, XLA as of jax 0.11.2 and 0.12.0 fuses a custom call with a slice that it
+    takes (one layer of stacked pools) and with the update that its result goes to, and then loses that result and
+    operand share a buffer: the kernel would write into the slice's source, and the result would stay unwritten.
+    """
+    return jax.lax.optimization_barrier(x) if x.ndim > 2 else x
 
 
 def _spec_at(axis: int | None, name) -> PartitionSpec:

@@ -36,14 +36,22 @@ def write_rows(pool: jax.Array, slot_idx: jax.Array, rows: jax.Array, write: jax
     return pool.at[target].set(rows.astype(pool.dtype), mode="drop")
 
 
-def fold_rows(input_row_offsets: jax.Array, total_seq_len: int) -> jax.Array:
+def fold_rows(input_row_offsets: jax.Array, total_seq_len: int, *per_row: tuple[jax.Array, object]) -> list[jax.Array]:
     """Offsets `[lanes, B+1]` of separate batches of T tokens as those of one batch of `lanes * T` tokens.
 
-    Between two lanes stands one more row, for the tokens of neither: the flat batch has `lanes * (B+1) - 1` rows.
+    With them come the `(values [lanes, B], padding)` of their rows. Between two lanes stands one more row, of padding,
+    for the tokens of neither: the flat batch has `lanes * (B+1) - 1` rows. It must hold no token of a lane's row. Where
+    offsets do not begin with their least or end with their greatest, it would: the lanes then stand in reverse order,
+    so that the rows between them are empty, and the tokens of no row lie outside all rows.
     """
     lanes = input_row_offsets.shape[0]
-    first = jnp.arange(lanes, dtype=jnp.int32)[:, None] * total_seq_len
-    return (jnp.clip(input_row_offsets, 0, total_seq_len) + first).reshape(-1)
+    lane = jnp.arange(lanes, dtype=jnp.int32)
+    offsets = jnp.clip(input_row_offsets, 0, total_seq_len)
+    in_order = jnp.all((offsets[:, :1] <= offsets) & (offsets <= offsets[:, -1:]))
+    order = jnp.where(in_order, lane, lane[::-1])
+    offsets += lane[:, None] * total_seq_len
+    padded = [jnp.pad(values, ((0, 0), (0, 1)), constant_values=padding) for values, padding in per_row]
+    return [offsets[order].reshape(-1), *(values[order].reshape(-1)[:-1] for values in padded)]
 
 
 def fold_slots(slot_idx: jax.Array, max_slots: int) -> jax.Array:
@@ -51,11 +59,6 @@ def fold_slots(slot_idx: jax.Array, max_slots: int) -> jax.Array:
     lanes = slot_idx.shape[0]
     first = jnp.arange(lanes, dtype=jnp.int32).reshape(-1, *[1] * (slot_idx.ndim - 1)) * max_slots
     return jnp.where(is_live(slot_idx, max_slots), slot_idx + first, -1)
-
-
-def fold_per_row(per_row: jax.Array, padding) -> jax.Array:
-    """Values `[lanes, B]` of the rows that `fold_rows` makes: `padding` for the rows between lanes."""
-    return jnp.pad(per_row, ((0, 0), (0, 1)), constant_values=padding).reshape(-1)[:-1]
 
 
 def token_rows(starts: jax.Array, lengths: jax.Array, total_seq_len: int) -> jax.Array:

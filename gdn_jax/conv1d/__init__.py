@@ -12,7 +12,7 @@ import numpy as np
 
 from gdn_jax._checks import FLOATS, Arguments
 from gdn_jax._primitive import Implementation, Operation, hopper_kernel
-from gdn_jax._ragged import fold_per_row, fold_rows, fold_slots
+from gdn_jax._ragged import fold_rows, fold_slots
 from gdn_jax.conv1d.xla import differentiable_conv1d
 
 Activation = Literal["silu"]
@@ -37,14 +37,17 @@ def _batch(bind, lanes, args, is_batched):
         for x, m in zip((qkv, state, slot_idx, offsets, has_state), (is_batched[0], *is_batched[3:]), strict=True)
     )
     total_seq_len, max_slots = qkv.shape[1], state.shape[1]
+    offsets, slot_idx, has_state = fold_rows(
+        offsets, total_seq_len, (fold_slots(slot_idx, max_slots), -1), (has_state, True)
+    )
     out, new = bind(
         qkv.reshape(-1, *qkv.shape[2:]),
         weight,
         bias,
         state.reshape(-1, *state.shape[2:]),
-        fold_per_row(fold_slots(slot_idx, max_slots), -1),
-        fold_rows(offsets, total_seq_len),
-        fold_per_row(has_state, True),
+        slot_idx,
+        offsets,
+        has_state,
     )
     return [out.reshape(qkv.shape), new.reshape(state.shape)]
 

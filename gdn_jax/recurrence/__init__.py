@@ -22,7 +22,7 @@ import jax.numpy as jnp
 
 from gdn_jax._checks import FLOATS, Arguments
 from gdn_jax._primitive import Implementation, Operation, hopper_kernel
-from gdn_jax._ragged import fold_per_row, fold_rows, fold_slots
+from gdn_jax._ragged import fold_rows, fold_slots
 from gdn_jax.recurrence.xla import differentiable_recurrence
 
 Algorithm = Literal["auto", "recurrent", "chunked"]
@@ -40,11 +40,14 @@ def _batch(bind, lanes, args, is_batched):
         x if m else jnp.broadcast_to(x, (lanes, *x.shape)) for x, m in zip(args, is_batched, strict=True)
     )
     total_seq_len, max_slots = qkv.shape[1], state.shape[1]
+    offsets, slot_idx, has_state = fold_rows(
+        offsets, total_seq_len, (fold_slots(slot_idx, max_slots), -1), (has_state, True)
+    )
     out, new = bind(
         *(x.reshape(-1, *x.shape[2:]) for x in (qkv, decay, beta, state)),
-        fold_per_row(fold_slots(slot_idx, max_slots), -1),
-        fold_rows(offsets, total_seq_len),
-        fold_per_row(has_state, True),
+        slot_idx,
+        offsets,
+        has_state,
     )
     return [out.reshape(lanes, total_seq_len, -1), new.reshape(state.shape)]
 

@@ -26,7 +26,7 @@ from jax.typing import ArrayLike
 
 from gdn_jax import gated_delta_conv1d_fwd, gated_delta_state_fold
 from gdn_jax._checks import Arguments
-from gdn_jax._ragged import fold_per_row, fold_rows, is_live, row_bounds
+from gdn_jax._ragged import fold_rows, is_live, row_bounds
 from gdn_jax.flax import GatedDeltaCache, GatedDeltaNet, layer_slots
 
 
@@ -194,14 +194,14 @@ def commit(
     token_idx, row_offsets = accepted_row_plan(lengths, offsets, last=taps, total_seq_len=total_seq_len)
     replayed = jnp.concatenate([layer[token_idx] for layer in conv_inputs])
     no_weight = jnp.pad(jnp.zeros_like(cache.conv_state[0]), ((0, 0), (0, 1)))
+    offsets, slots, fresh = fold_rows(
+        jnp.broadcast_to(row_offsets, (n, *row_offsets.shape)),
+        token_idx.shape[0],
+        (slots, -1),
+        (jnp.broadcast_to(fresh, slots.shape), True),
+    )
     _, conv_state = gated_delta_conv1d_fwd(
-        replayed,
-        no_weight,
-        cache.conv_state,
-        fold_per_row(slots, -1),
-        fold_rows(jnp.broadcast_to(row_offsets, (n, *row_offsets.shape)), token_idx.shape[0]),
-        has_initial_state=fold_per_row(jnp.broadcast_to(fresh, slots.shape), True),
-        write_state=True,
+        replayed, no_weight, cache.conv_state, slots, offsets, has_initial_state=fresh, write_state=True
     )
     return replace(pools, cache=GatedDeltaCache(conv_state, recurrent_state))
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from gdn_jax._checks import Arguments
 from gdn_jax._primitive import Implementation, Operation, hopper_kernel
-from gdn_jax._ragged import fold_per_row, fold_rows, fold_slots
+from gdn_jax._ragged import fold_rows, fold_slots
 from gdn_jax.recurrence import empty_output, own_heads, token_operands
 from gdn_jax.verify_ring.xla import differentiable_verify_ring
 
@@ -67,12 +67,19 @@ def _batch(bind, lanes, args, is_batched):
         x if m else jnp.broadcast_to(x, (lanes, *x.shape)) for x, m in zip(args, is_batched, strict=True)
     )
     total_seq_len = qkv.shape[1]
+    offsets, slot_idx, ring_slot_idx, has_state = fold_rows(
+        offsets,
+        total_seq_len,
+        (fold_slots(slot_idx, state.shape[1]), -1),
+        (fold_slots(ring_slot_idx, ring.shape[1]), -1),
+        (has_state, True),
+    )
     out, new_ring, new = bind(
         *(x.reshape(-1, *x.shape[2:]) for x in (qkv, decay, beta, state, ring)),
-        fold_per_row(fold_slots(slot_idx, state.shape[1]), -1),
-        fold_per_row(fold_slots(ring_slot_idx, ring.shape[1]), -1),
-        fold_rows(offsets, total_seq_len),
-        fold_per_row(has_state, True),
+        slot_idx,
+        ring_slot_idx,
+        offsets,
+        has_state,
     )
     return [out.reshape(lanes, total_seq_len, -1), new_ring.reshape(ring.shape), new.reshape(state.shape)]
 
