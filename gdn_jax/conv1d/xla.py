@@ -20,6 +20,8 @@ def conv1d(qkv, weight, bias, conv_state, slot_idx, input_row_offsets, has_initi
     window = read_rows(conv_state, slot_idx, live & has_initial_state)
 
     row = token_rows(starts, jnp.where(live, lengths, 0), total_seq_len)
+    # What lies outside the live rows must not reach the derivatives either, where zero times NaN would be NaN.
+    qkv = jnp.where((row >= 0)[:, None], qkv, 0)
     position = jnp.arange(total_seq_len) - starts[row]
     y = bias
     for tap in range(history + 1):

@@ -73,7 +73,7 @@ def over_tokens(qkv, decay, beta, S, starts, lengths, extra, visit, steps=None):
         S, out, extra = carry
         active = position < lengths
         token = jnp.where(active, starts + position, total_seq_len)
-        read = lambda x: x.at[token].get(mode="clip")  # noqa: E731
+        read = lambda x: x.at[token].get(mode="fill", fill_value=0)  # noqa: E731
         q, k, v = split_heads(read(qkv), nv, kd, vd)
         token_decay = read(decay)
         S_new, o, factor = token_step(S, q, k, v, token_decay, read(beta))

@@ -32,7 +32,8 @@ def _fold(recurrent_state, ring, row_ids, ring_row_ids, num_accepted, has_initia
 
     def record(i, S):
         active = live & (i < accepted)
-        key, factor, decay = split_record(ring[ring_rows, :, i], *heads)
+        # Selected before it is used: in a derivative, zero times NaN would be NaN.
+        key, factor, decay = split_record(jnp.where(active[:, None, None], ring[ring_rows, :, i], 0), *heads)
         return jnp.where(active[:, None, None, None], update(S, key, factor, decay), S)
 
     S = read_rows(recurrent_state, slots, live & jnp.tile(has_initial_state, num_layers))
