@@ -140,6 +140,16 @@ def test_verify_is_served_as_the_forward_is():
     assert_same_bits(np.asarray(records)[:, 0, 0, :16], np.asarray(args[0][[1, 0], 16:32]).astype(np.float32))
 
 
+@pytest.mark.parametrize("last", [-(2**31), 2**31 - 1])
+def test_offsets_whose_distance_overflows(last):
+    """Tokens in no row are zeroed, however far away the offsets are."""
+    args = list(make([3, 2, 4, 15], (1, 1, 16, 16), [1, 0, 2, 3], tokens="float32"))
+    args[5] = jnp.asarray([0, 0, 3, 9, last], jnp.int32)
+    args[0] = args[0].at[9:].set(jnp.nan) if last < 0 else args[0]
+    out, pool = recurrence(*args, interpret=INTERPRET)
+    check_forward(tuple(args), out, pool)
+
+
 def shapes(num_tokens, batch, heads, *, tokens="bfloat16", pool="float32"):
     nk, nv, key_dim, value_dim = heads
     shape = jax.ShapeDtypeStruct
@@ -177,6 +187,44 @@ def test_forward_lowers_in_place(size, pool):
     text = lowered(recurrence, shapes(*size, pool=pool))
     assert text.count("mosaic_gpu_v2") == 1
     assert text.count("#stablehlo.output_operand_alias<") == 1
+
+
+DTYPES = ["float32", "bfloat16", "float16"]
+
+
+@pytest.mark.parametrize("records", [False, True])
+@pytest.mark.parametrize("pool", DTYPES)
+@pytest.mark.parametrize("tokens", DTYPES)
+def test_shared_memory_suffices(tokens, pool, records):
+    """Every served head dim gets a plan that fits into a thread block's shared memory, whatever the batch."""
+    for key_dim in range(16, 257, 16):
+        for value_dim in (16, 48, 64, 128, 240, 256):
+            for num_tokens, batch in ((1, 1), (16, 16), (8, 1), (64, 16), (8192, 1), (8192, 8), (262144, 64)):
+                dtypes = jnp.dtype(tokens), jnp.dtype(pool)
+                plan = forward.plan_rows(num_tokens, batch, 32, key_dim, value_dim, dtypes, records)
+                if plan.window:
+                    assert forward.shared_bytes(plan, key_dim, dtypes, records) <= 232448
+                else:
+                    assert key_dim * plan.tile * 4 + 2 * key_dim * 4 + plan.tile * 4 < 100_000
+
+
+@pytest.mark.parametrize(
+    ("size", "pool"),
+    [
+        ((8192, 8, (16, 32, 128, 128)), "float32"),
+        ((8192, 1, (16, 32, 128, 128)), "float32"),
+        ((256, 64, (16, 32, 256, 256)), "float32"),
+        ((8192, 64, (16, 32, 256, 256)), "float32"),
+        ((8192, 64, (2, 2, 16, 256)), "bfloat16"),
+    ],
+    ids=str,
+)
+def test_float32_tokens_lower(size, pool):
+    args = shapes(*size, tokens="float32", pool=pool)
+    lowered(recurrence, args)
+    batch, (nk, nv, key_dim, value_dim) = size[1:]
+    ring = jax.ShapeDtypeStruct((batch, nk, 8, key_dim + nv // nk * (value_dim + 1)), jnp.float32)
+    lowered(verify.verify_ring, (*args[:4], ring, args[4], args[4], *args[5:]))
 
 
 @pytest.mark.parametrize("pool", ["float32", "bfloat16"])

@@ -42,6 +42,12 @@ _TILE_ELEMENTS = 64 * 128
 _PROGRAMS = 128
 """Tiles are halved until there are this many: about one for each multiprocessor of a Hopper GPU (132)."""
 _MULTIPROCESSORS = 132
+_SHARED_BYTES = 227 * 1024
+"""Shared memory that one thread block can have."""
+_SHARED_UNIT = 1024
+"""What Mosaic aligns every buffer in shared memory to."""
+_SHARED_RESERVED = 4096
+"""Enough for what Mosaic adds to the buffers: 2048 bytes for reductions, and barriers."""
 _GROUP = 4
 """Tokens of a window that are computed as straight-line code."""
 _UNROLL = 4
@@ -111,7 +117,9 @@ class Plan:
     warpgroups: int = 3
 
 
-def plan_rows(num_tokens, batch, num_value_heads, key_dim, value_dim) -> Plan:
+def plan_rows(num_tokens, batch, num_value_heads, key_dim, value_dim, dtypes, records) -> Plan:
+    """`dtypes` are those of tokens and pool; `records` says whether rows write records, as in a verify."""
+
     def programs(tile):
         return batch * num_value_heads * (value_dim // tile)
 
@@ -120,9 +128,35 @@ def plan_rows(num_tokens, batch, num_value_heads, key_dim, value_dim) -> Plan:
         tile //= 2
     if num_tokens <= batch or num_tokens < 4:
         return Plan(tile, bulk=programs(tile) > 4 * _PROGRAMS)
-    if num_tokens < max(16, 8 * batch):
-        return Plan(tile, window=4)
-    return Plan(tile, window=16, warpgroups=1 if programs(tile) <= _MULTIPROCESSORS else 3)
+    window = 4 if num_tokens < max(16, 8 * batch) else 16
+    most = 1 if window == 16 and programs(tile) <= _MULTIPROCESSORS else 3
+    plans = [Plan(tile, window=window, warpgroups=n) for n in range(most, 0, -1)]
+    return next(plan for plan in plans if shared_bytes(plan, key_dim, dtypes, records) <= _SHARED_BYTES)
+
+
+def window_buffers(plan, key_dim, dtypes, records) -> list[tuple[tuple[int, ...], object]]:
+    """Shapes and dtypes of what a program with a window keeps in shared memory."""
+    token, pool = dtypes
+    window, tile = plan.window, plan.tile
+    buffers = [
+        ((key_dim, tile), pool),
+        ((2, window, key_dim), token),
+        ((2, window, key_dim), token),
+        ((2, window, tile), token),
+        ((window, key_dim), jnp.float32),
+        ((window, key_dim), jnp.float32),
+        ((5, window), jnp.float32),
+    ]
+    return [*buffers, ((window, tile), jnp.float32)] if records else buffers
+
+
+def shared_bytes(plan, key_dim, dtypes, records) -> int:
+    """Bytes of shared memory of a thread block with a window."""
+    sizes = [
+        plan.warpgroups * math.prod(shape) * jnp.dtype(dtype).itemsize
+        for shape, dtype in window_buffers(plan, key_dim, dtypes, records)
+    ]
+    return sum(-(-size // _SHARED_UNIT) * _SHARED_UNIT for size in sizes) + _SHARED_RESERVED
 
 
 def add_products(totals, state, keys, queries):
@@ -261,8 +295,9 @@ def run_rows(tokens, rows, pool, ring=None, ring_slot_idx=None, *, plan=None, in
     batch = rows[0].shape[0]
     num_key_heads = (conv_dim - num_value_heads * value_dim) // (2 * key_dim)
     group = num_value_heads // num_key_heads
+    dtypes = (qkv.dtype, pool.dtype)
     if plan is None:
-        plan = plan_rows(num_tokens, batch, num_value_heads, key_dim, value_dim)
+        plan = plan_rows(num_tokens, batch, num_value_heads, key_dim, value_dim, dtypes, ring is not None)
     tile, window = plan.tile, plan.window
     num_tiles = value_dim // tile
     num_programs = batch * num_value_heads * num_tiles
@@ -663,23 +698,14 @@ def run_rows(tokens, rows, pool, ring=None, ring_slot_idx=None, *, plan=None, in
 
     f32 = jnp.float32
     if window:
-
-        def shared(*shape, dtype=f32):
-            return plgpu.SMEM((plan.warpgroups, *shape), dtype)
-
         scratch = [
             plgpu.Barrier(num_arrivals=1, num_barriers=plan.warpgroups),
             plgpu.Barrier(num_arrivals=3, num_barriers=2 * plan.warpgroups),
-            shared(key_dim, tile, dtype=pool.dtype),
-            shared(2, window, key_dim, dtype=qkv.dtype),
-            shared(2, window, key_dim, dtype=qkv.dtype),
-            shared(2, window, tile, dtype=qkv.dtype),
-            shared(window, key_dim),
-            shared(window, key_dim),
-            shared(5, window),
+            *(
+                plgpu.SMEM((plan.warpgroups, *shape), dtype)
+                for shape, dtype in window_buffers(plan, key_dim, dtypes, ring is not None)
+            ),
         ]
-        if ring is not None:
-            scratch.append(shared(window, tile))
         threads = {"num_threads": plan.warpgroups, "thread_name": "warpgroup"}
     else:
         scratch = [plgpu.SMEM((key_dim,), f32), plgpu.SMEM((key_dim,), f32)]
