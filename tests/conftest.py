@@ -41,14 +41,17 @@ IMPLEMENTATIONS = [
 ]
 
 # ``scan`` is the equations token by token and has no chunked form.
+CHUNKED = [
+    pytest.param(("xla", "chunked"), id="xla-chunked"),
+    pytest.param(("xla", "chunked"), marks=ON_GPU, id="xla-on-gpu-chunked"),
+    pytest.param(("mosaic_gpu", "chunked"), marks=ON_GPU, id="mosaic_gpu-chunked"),
+]
 VARIANTS = [
     pytest.param(("scan", "recurrent"), id="scan"),
     pytest.param(("xla", "recurrent"), id="xla-recurrent"),
-    pytest.param(("xla", "chunked"), id="xla-chunked"),
     pytest.param(("xla", "recurrent"), marks=ON_GPU, id="xla-on-gpu-recurrent"),
-    pytest.param(("xla", "chunked"), marks=ON_GPU, id="xla-on-gpu-chunked"),
     pytest.param(("mosaic_gpu", "recurrent"), marks=ON_GPU, id="mosaic_gpu-recurrent"),
-    pytest.param(("mosaic_gpu", "chunked"), marks=ON_GPU, id="mosaic_gpu-chunked"),
+    *CHUNKED,
 ]
 
 
@@ -68,7 +71,7 @@ def variant(request: pytest.FixtureRequest):
     return Implementation(name), algorithm
 
 
-@pytest.fixture(scope="session", params=[entry for entry in VARIANTS if entry.values[0][1] == "chunked"])
+@pytest.fixture(scope="session", params=CHUNKED)
 def chunked(request: pytest.FixtureRequest):
     """The variants of the chunked algorithm alone."""
     from tests.harness import Implementation

@@ -86,6 +86,18 @@ def assert_other_rows_kept(new_pool, pool, live_rows, what: str = "pool") -> Non
     assert_same_bits(np.asarray(new_pool)[dead], pool[dead], f"{what} rows nobody named")
 
 
+def memory_of(compiled):
+    """The memory analysis of a compiled program, which every platform that the suite runs on has."""
+    analysis = compiled.memory_analysis()
+    assert analysis is not None
+    return analysis
+
+
+def programs_of(jitted: Any) -> int:
+    """How many programs a jitted function has compiled."""
+    return jitted._cache_size()
+
+
 def ring_of(heads, ring_rows: int, ring_len: int, padding: int = 0, fill: float = np.nan):
     return np.full(heads.ring_shape(ring_rows, ring_len, padding), fill, np.float32)
 

@@ -1,5 +1,8 @@
 """The contract, one suite for every implementation: accuracy, rows, slots, padding, dtypes."""
 
+# Arguments are NumPy arrays as often as JAX arrays, and come unpacked from tuples.
+# pyright: reportArgumentType=false, reportCallIssue=false
+
 from __future__ import annotations
 
 import jax.numpy as jnp

@@ -1,5 +1,8 @@
 """A donated pool is updated in its own buffer: read off the compiled program, and off the buffer's address."""
 
+# Arguments are NumPy arrays as often as JAX arrays, and come unpacked from tuples.
+# pyright: reportArgumentType=false, reportCallIssue=false
+
 from __future__ import annotations
 
 import re
@@ -13,7 +16,7 @@ import pytest
 import gdn_jax
 from tests import shapes
 from tests.conftest import IMPLEMENTATIONS
-from tests.harness import assert_same_bits
+from tests.harness import assert_same_bits, memory_of
 
 HEADS = shapes.HEADS["small"]
 LENGTHS = (3, 0, 1, 2)
@@ -41,43 +44,31 @@ def problem(operation, implementation, max_slots, algorithm="recurrent"):
     def ring():
         return jnp.full(HEADS.ring_shape(max_slots, RING_LEN), 0.25)
 
-    if operation == "recurrence":
+    named = {"implementation": implementation}
 
-        def run(pool):
-            return gdn_jax.gated_delta_recurrence_fwd(
-                *tokens, pool, rows, OFFSETS, algorithm=algorithm, implementation=implementation
-            )[1:]
+    def recurrence(pool):
+        return gdn_jax.gated_delta_recurrence_fwd(*tokens, pool, rows, OFFSETS, algorithm=algorithm, **named)[1:]
 
-        return run, (pool(),)
-    if operation == "verify_ring":
+    def verify_ring(pool, ring):
+        _, ring, pool = gdn_jax.gated_delta_recurrence_verify_ring(*tokens, pool, ring, rows, rows, OFFSETS, **named)
+        return pool, ring
 
-        def run(pool, ring):
-            _, ring, pool = gdn_jax.gated_delta_recurrence_verify_ring(
-                *tokens, pool, ring, rows, rows, OFFSETS, implementation=implementation
-            )
-            return pool, ring
+    accepted, full_ring = jnp.array([3, 1, 2, 9], jnp.int32), ring()
 
-        return run, (pool(), ring())
-    if operation == "state_fold":
-        # The ring is no part of what is measured: its size must not follow the pool's.
-        constant_ring = jnp.full(HEADS.ring_shape(FEW_SLOTS, RING_LEN), 0.25)
-        accepted = jnp.array([3, 1, 2, 9], jnp.int32)
+    def state_fold(pool):
+        return (gdn_jax.gated_delta_state_fold(pool, full_ring, rows[None], rows[None], accepted, **named),)
 
-        def run(pool, constant_ring=constant_ring):
-            return (
-                gdn_jax.gated_delta_state_fold(
-                    pool, constant_ring, rows[None], slots(FEW_SLOTS)[None], accepted, implementation=implementation
-                ),
-            )
+    def conv1d(windows):
+        return gdn_jax.gated_delta_conv1d_fwd(x, weight, windows, rows, OFFSETS, bias=bias, activation="silu", **named)[
+            1:
+        ]
 
-        return run, (pool(),)
-
-    def run(windows):
-        return gdn_jax.gated_delta_conv1d_fwd(
-            x, weight, windows, rows, OFFSETS, bias=bias, activation="silu", implementation=implementation
-        )[1:]
-
-    return run, (windows,)
+    return {
+        "recurrence": lambda: (recurrence, (pool(),)),
+        "verify_ring": lambda: (verify_ring, (pool(), ring())),
+        "state_fold": lambda: (state_fold, (pool(),)),
+        "conv1d": lambda: (conv1d, (windows,)),
+    }[operation]()
 
 
 def loops(run):
@@ -118,7 +109,7 @@ def test_donated_pools_are_updated_in_place(case, loop):
         for _ in range(1 if loop == "jit" else STEPS):
             expected = tuple(run(*expected))
         compiled = jax.jit(program, donate_argnums=tuple(range(len(pools)))).lower(*pools).compile()
-        text, memory = compiled.as_text(), compiled.memory_analysis()
+        text, memory = compiled.as_text(), memory_of(compiled)
 
         # Every pool is an input that shares its buffer with the output of the same position.
         aliases = re.search(r"input_output_alias=\{(.*?) \}", text)
@@ -185,7 +176,7 @@ def test_donated_pools_inside_shard_map(implementation, check_vma):
     pool = jax.device_put(jnp.zeros(HEADS.state_shape(MANY_SLOTS)), jax.NamedSharding(mesh, spec))
     arrays = (qkv, decay, beta, pool, rows, OFFSETS)
     compiled = jax.jit(split, donate_argnums=3).lower(*arrays).compile()
-    memory = compiled.memory_analysis()
+    memory = memory_of(compiled)
     assert memory.alias_size_in_bytes == pool.nbytes // 2
     assert memory.temp_size_in_bytes < pool.nbytes // 8
     pointers = [shard.data.unsafe_buffer_pointer() for shard in pool.addressable_shards]
@@ -223,7 +214,7 @@ def test_a_speculative_round_in_one_program(implementation):
     ring = jnp.zeros(HEADS.ring_shape(MANY_SLOTS, RING_LEN))
     accepted = jnp.array([2, 1, 1, 2], jnp.int32)
     compiled = jax.jit(round_, donate_argnums=(0, 1)).lower(pool, ring, accepted).compile()
-    memory = compiled.memory_analysis()
+    memory = memory_of(compiled)
     assert memory.alias_size_in_bytes == pool.nbytes + ring.nbytes
     assert memory.temp_size_in_bytes < ring.nbytes // 2
     pointers = pool.unsafe_buffer_pointer(), ring.unsafe_buffer_pointer()

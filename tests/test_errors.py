@@ -1,5 +1,8 @@
 """Wrong arguments: raised before anything runs, naming the argument, what it is and what it must be."""
 
+# Arguments are NumPy arrays as often as JAX arrays, and come unpacked from tuples.
+# pyright: reportArgumentType=false, reportCallIssue=false
+
 from __future__ import annotations
 
 import re

@@ -1,5 +1,8 @@
 """Derivatives against central differences of the float64 oracle, one argument at a time."""
 
+# Arguments are NumPy arrays as often as JAX arrays, and come unpacked from tuples.
+# pyright: reportArgumentType=false, reportCallIssue=false
+
 from __future__ import annotations
 
 import jax
@@ -348,6 +351,7 @@ def test_gradient_of_the_rule():
                 output_final_state=True,
                 use_qk_l2norm_in_kernel=normalise,
             )
+            assert final is not None
             return jnp.sum(o * weights[0]) + jnp.sum(final * weights[1])
 
         gradients = jax.jit(jax.grad(loss, argnums=tuple(range(6))))(*map(jnp.asarray, arrays))

@@ -1,5 +1,8 @@
 """Any ragged batch: rows, slots, paddings, flags and splits that hypothesis thinks of, against the oracle."""
 
+# Arguments are NumPy arrays as often as JAX arrays, and come unpacked from tuples.
+# pyright: reportArgumentType=false, reportCallIssue=false
+
 from __future__ import annotations
 
 import hypothesis

@@ -1,5 +1,8 @@
 """The operations under JAX's transformations: the same values, wherever they are traced, mapped, split or exported."""
 
+# Arguments are NumPy arrays as often as JAX arrays, and come unpacked from tuples.
+# pyright: reportArgumentType=false, reportCallIssue=false
+
 from __future__ import annotations
 
 import functools
@@ -357,14 +360,14 @@ def test_the_rule_is_the_same_under_jit_and_vmap():
     assert_all_same_bits(jax.jit(call)(*arrays), expected, "jit")
     # A batch of two is two lanes of one.
     lanes = jax.vmap(lambda *xs: call(*(x[None] for x in xs)))(*arrays)
-    assert_all_same_bits((lanes[0][:, 0], lanes[1][:, 0]), expected, "vmap")
+    assert_all_same_bits([lane[:, 0] for lane in jax.tree.leaves(lanes)], expected, "vmap")
 
 
 @pytest.mark.parametrize("algorithm", ["recurrent", "chunked"])
 def test_the_rule_agrees_with_the_oracle_under_vmap(algorithm):
     arrays = rule_arguments()
     call = functools.partial(gdn_jax.gated_delta_rule, output_final_state=True, algorithm=algorithm)
-    o, final = jax.vmap(call)(*(jnp.stack([x, x[::-1]]) for x in arrays))
+    o, final = jax.tree.leaves(jax.vmap(call)(*(jnp.stack([x, x[::-1]]) for x in arrays)))
     expected_o, expected_final = oracle.delta_rule(*arrays)
     budget = OUTPUT_BUDGET[algorithm, "float32"]
     assert_close(o[0], expected_o, budget)
