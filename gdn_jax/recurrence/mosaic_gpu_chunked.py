@@ -36,7 +36,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, memref
 
 from gdn_jax._mosaic import EPS, compiler_params, is_row_of, store
-from gdn_jax._ragged import is_live, read_rows, row_bounds
+from gdn_jax._ragged import is_live, read_rows, row_bounds, token_rows
 
 C = 64  # tokens of a chunk, and columns of a value tile: the M of a warpgroup product
 LINE = 64  # 16-bit elements of a 128-byte swizzle line
@@ -1099,27 +1099,25 @@ def _to_float16(qkv, recurrent_state, slot_idx, offsets, has_initial_state):
 
     Queries and keys come out normalised. The rule is linear in values and state together, so each (row, value head) is
     scaled, by a power of two, to a largest value or initial state in [1, 2): whatever their size, float16 keeps 11 bits
-    of it. The scale of a row depends on that row alone.
+    of it. The scale of a row depends on that row alone, as long as no token belongs to two.
     """
     nk, nv, key_dim, value_dim = _dims(qkv, recurrent_state)
     total, batch = qkv.shape[0], slot_idx.shape[0]
     start, length = row_bounds(offsets, total)
-    # row of each token: the last non-empty row that starts at or before it, if it reaches that far
-    opens = jnp.where(length > 0, start, total)
-    opened = jnp.zeros(total, i32).at[opens].set(jnp.arange(batch, dtype=i32), mode="drop")
-    begin = jnp.full(total, -1, i32).at[opens].set(opens, mode="drop")
-    begin = lax.cummax(begin)
-    row = jnp.where(begin >= 0, opened[jnp.maximum(begin, 0)], 0)
-    inside = (begin >= 0) & (jnp.arange(total) < (start + length)[row])
+    live = is_live(slot_idx, recurrent_state.shape[0])
+    row = token_rows(start, jnp.where(live, length, 0), total)
+    inside = row >= 0
 
     heads = qkv[:, : 2 * nk * key_dim].reshape(total, 2 * nk, key_dim)
     heads = heads * lax.rsqrt(jnp.sum(heads * heads, -1, keepdims=True) + EPS)
     values = qkv[:, 2 * nk * key_dim :].reshape(total, nv, value_dim)
     largest = jnp.where(inside[:, None], jnp.max(jnp.abs(values), -1), 0.0)
-    largest = jax.ops.segment_max(largest, row, batch)
-    reads = is_live(slot_idx, recurrent_state.shape[0]) & has_initial_state
-    states = read_rows(recurrent_state, slot_idx, reads)
+    largest = jax.ops.segment_max(largest, jnp.maximum(row, 0), batch)
+    states = read_rows(recurrent_state, slot_idx, live & has_initial_state)
     largest = jnp.maximum(jnp.maximum(largest, jnp.max(jnp.abs(states), (2, 3))), 2.0**-100)
+    # Rows that overlap, as decreasing offsets may make them, share tokens and so must share a scale.
+    overlapping = jnp.any(start[1:] < start[:-1])
+    largest = jnp.where(overlapping, jnp.max(largest, 0, keepdims=True), largest)
     scale = jnp.exp2(-jnp.floor(jnp.log2(jnp.minimum(largest, 2.0**100))))
     token_scale = jnp.where(inside[:, None], scale[row], 1.0)
     rows = [heads.reshape(total, -1), (values * token_scale[..., None]).reshape(total, -1)]
