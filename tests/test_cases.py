@@ -12,8 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import gdn_jax
+from gdn_jax.flax import GatedDeltaNet, GatedDeltaNetConfig
 from tests import oracle, shapes
 from tests.harness import (
     OUTPUT_BUDGET,
@@ -430,6 +432,22 @@ def test_split_2(chunked, token_dtype):
         budget = OUTPUT_BUDGET[algorithm, token_dtype]
         assert_close(np.concatenate(outs), expected_out, budget, f"outputs of {length}")
         assert_close(state[1], expected_pool[1], budget, f"states of {length}")
+
+
+def test_split_3():
+    """Rows of a right-padded batch come out of the Flax layer as each does alone."""
+    config = GatedDeltaNetConfig(hidden_size=24, num_key_heads=2, num_value_heads=6, key_head_dim=16, value_head_dim=8)
+    layer = GatedDeltaNet(config, rngs=nnx.Rngs(0), algorithm="recurrent")
+    lengths = [8, 5, 1, 0]
+    x = np.random.default_rng(30).standard_normal((4, 8, 24), np.float32)
+    for b, length in enumerate(lengths):
+        x[b, length:] = np.nan
+    padded = layer(jnp.asarray(x), lengths=jnp.asarray(lengths, jnp.int32))
+    for b, length in enumerate(lengths):
+        assert_zero(padded[b, length:])
+        if length:
+            alone = layer(jnp.asarray(x[b : b + 1, :length]))
+            assert_close(padded[b, :length], alone[0], 2e-6, f"row of {length}")
 
 
 # --- ragged batches
