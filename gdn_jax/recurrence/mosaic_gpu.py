@@ -535,15 +535,19 @@ def run_rows(tokens, rows, pool, ring=None, ring_slot_idx=None, *, plan=None, in
         gate_layout = vectors.layout.reduce(1)
         count_tiles = lax.div(num_programs - worker + (num_workers - 1), num_workers)
 
+        def tile_index(n):
+            """The worker's tile n; for one past its last, some tile that exists."""
+            return jnp.minimum(worker + n * num_workers, num_programs - 1)
+
         def bounds(n):
             """Row of the worker's tile n: its slot, its tokens, and whether there is anything to compute."""
-            b, _, _ = where(worker + jnp.minimum(n, count_tiles - 1) * num_workers)
+            b, _, _ = where(tile_index(n))
             start, end = row_bounds(offset_g, b, num_tokens)
             slot = slot_g[b]
             return slot, start, end, is_row_of(slot, max_slots) & (end > start) & (n < count_tiles)
 
         def fetch_tokens(n, first, w):
-            _, h, v0 = where(worker + n * num_workers)
+            _, h, v0 = where(tile_index(n))
             key_columns, query_columns, value_at = token_columns(h)
             stage = lax.rem(w, 2)
             for columns, raw in (
@@ -563,7 +567,7 @@ def run_rows(tokens, rows, pool, ring=None, ring_slot_idx=None, *, plan=None, in
 
             @pl.when(busy)
             def _():
-                _, h, v0 = where(worker + n * num_workers)
+                _, h, v0 = where(tile_index(n))
                 source = pool_g.at[slot, h, :, pl.ds(v0, tile)]
                 plgpu.copy_gmem_to_smem(source, state_s, state_arrived.at[warpgroup])
                 fetch_tokens(n, start, w)
@@ -573,7 +577,7 @@ def run_rows(tokens, rows, pool, ring=None, ring_slot_idx=None, *, plan=None, in
             return jnp.minimum(first, num_tokens - window)
 
         def load_gates(n, first):
-            _, h, _ = where(worker + jnp.minimum(n, count_tiles - 1) * num_workers)
+            _, h, _ = where(tile_index(n))
             at = pl.ds(gates_from(first), window)
             return [load(g.at[at, h], gate_layout) for g in (decay_g, beta_g)]
 
@@ -589,7 +593,7 @@ def run_rows(tokens, rows, pool, ring=None, ring_slot_idx=None, *, plan=None, in
         def tile_of(n, carry):
             row, next_row, decay, beta, w = carry
             slot, start, end, busy = row
-            b, h, v0 = where(worker + n * num_workers)
+            b, h, v0 = where(tile_index(n))
             after_next = bounds(n + 2)
             out_columns = pl.ds(h * value_dim + v0, tile)
             if ring is None:
