@@ -16,13 +16,12 @@ from tests.harness import assert_same_bits, ring_of
 
 HEADS = shapes.Heads(1, 2, 16, 16)
 LAYERS, SLOTS, RING_LEN = 3, 4, 4
-OFFSETS = np.array([0, 3, 3, 7], np.int32)
-ROWS = np.array([2, 0, -1], np.int32)
 
 
 def operations(name):
     """Of each operation: a function from one layer's pools to `(outputs, new pools)`, and those pools of all layers."""
-    tokens = [jnp.asarray(x) for x in shapes.trained_tokens(HEADS, 7, seed=91)]
+    rows, offsets = jnp.array([2, 0, -1], jnp.int32), jnp.array([0, 3, 3, 7], jnp.int32)
+    qkv, decay, beta = map(jnp.asarray, shapes.trained_tokens(HEADS, 7, seed=91))
     pool = jnp.asarray(np.stack([shapes.state_pool(HEADS, SLOTS, seed=n) for n in range(LAYERS)]))
     ring = jnp.asarray(np.stack([ring_of(HEADS, SLOTS, RING_LEN, fill=n) for n in range(LAYERS)]))
     conv = [shapes.conv_inputs(HEADS, 7, SLOTS, seed=n) for n in range(LAYERS)]
@@ -32,22 +31,24 @@ def operations(name):
 
     def recurrence(pool):
         out, pool = gdn_jax.gated_delta_recurrence_fwd(
-            *tokens, pool, ROWS, OFFSETS, algorithm="recurrent", implementation=name
+            qkv, decay, beta, pool, rows, offsets, algorithm="recurrent", implementation=name
         )
         return out, (pool,)
 
     def verify(pool, ring):
         out, *pools = gdn_jax.gated_delta_recurrence_verify_ring(
-            *tokens, pool, ring, ROWS, ROWS, OFFSETS, implementation=name
+            qkv, decay, beta, pool, ring, rows, rows, offsets, implementation=name
         )
         return out, pools[::-1]
 
     def fold(pool, ring):
-        rows = jnp.asarray(ROWS)[None]
-        return (), (gdn_jax.gated_delta_state_fold(pool, ring, rows, rows, accepted, implementation=name), ring)
+        return (), (
+            gdn_jax.gated_delta_state_fold(pool, ring, rows[None], rows[None], accepted, implementation=name),
+            ring,
+        )
 
     def conv1d(windows):
-        out, windows = gdn_jax.gated_delta_conv1d_fwd(x, weight, windows, ROWS, OFFSETS, bias=bias, implementation=name)
+        out, windows = gdn_jax.gated_delta_conv1d_fwd(x, weight, windows, rows, offsets, bias=bias, implementation=name)
         return out, (windows,)
 
     return {
@@ -122,7 +123,8 @@ def test_folded_lanes_share_no_token_with_the_rows_between_them(offsets):
     lanes, total = 3, 10
     offsets = np.array(offsets, np.int32)
     slots = np.arange(9, dtype=np.int32).reshape(lanes, 3)
-    flat, folded, flags = map(np.asarray, fold_rows(jnp.asarray(offsets), total, (slots, -1), (slots >= 0, False)))
+    fields = (jnp.asarray(slots), -1), (jnp.asarray(slots >= 0), False)
+    flat, folded, flags = map(np.asarray, fold_rows(jnp.asarray(offsets), total, *fields))
     assert folded.shape == flags.shape == (lanes * 4 - 1,)
     assert ((folded >= 0) == flags).all()
     rows = {int(slot): bounds for slot, bounds in zip(folded, oracle.row_bounds(flat, lanes * total), strict=True)}

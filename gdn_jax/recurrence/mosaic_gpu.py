@@ -134,26 +134,26 @@ def plan_rows(num_tokens, batch, num_value_heads, key_dim, value_dim, dtypes, re
     return next(plan for plan in plans if shared_bytes(plan, key_dim, dtypes, records) <= _SHARED_BYTES)
 
 
-def window_buffers(plan, key_dim, dtypes, records) -> list[tuple[tuple[int, ...], object]]:
+def window_buffers(plan, key_dim, dtypes, records) -> list[tuple[tuple[int, ...], jnp.dtype]]:
     """Shapes and dtypes of what a program with a window keeps in shared memory."""
-    token, pool = dtypes
+    token, pool, f32 = *dtypes, jnp.dtype(jnp.float32)
     window, tile = plan.window, plan.tile
     buffers = [
         ((key_dim, tile), pool),
         ((2, window, key_dim), token),
         ((2, window, key_dim), token),
         ((2, window, tile), token),
-        ((window, key_dim), jnp.float32),
-        ((window, key_dim), jnp.float32),
-        ((5, window), jnp.float32),
+        ((window, key_dim), f32),
+        ((window, key_dim), f32),
+        ((5, window), f32),
     ]
-    return [*buffers, ((window, tile), jnp.float32)] if records else buffers
+    return [*buffers, ((window, tile), f32)] if records else buffers
 
 
 def shared_bytes(plan, key_dim, dtypes, records) -> int:
     """Bytes of shared memory of a thread block with a window."""
     sizes = [
-        plan.warpgroups * math.prod(shape) * jnp.dtype(dtype).itemsize
+        plan.warpgroups * math.prod(shape) * dtype.itemsize
         for shape, dtype in window_buffers(plan, key_dim, dtypes, records)
     ]
     return sum(-(-size // _SHARED_UNIT) * _SHARED_UNIT for size in sizes) + _SHARED_RESERVED
