@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -153,17 +155,27 @@ def check_gradient_entries(gradient, value_of, array, entries, budget=1e-4):
     assert relative_error(got, np.array(expected)) <= budget
 
 
+@functools.cache
+def gradient_of_weighted_sums(algorithm):
+    """``d (sum(out * w0) + sum(pool * w1))`` by the arrays, as a function of ``(w0, w1, *arrays)``."""
+
+    def loss(out_weights, pool_weights, *xs):
+        out, pool = gdn_jax.gated_delta_recurrence_fwd(*xs, SLOTS, OFFSETS, algorithm=algorithm)
+        return jnp.sum(out * out_weights) + jnp.sum(pool * pool_weights)
+
+    return jax.jit(jax.grad(loss, argnums=(2, 3, 4, 5)))
+
+
+NO_POOL_WEIGHTS = np.zeros(HEADS.state_shape(MAX_SLOTS), np.float32)
+
+
 @pytest.mark.parametrize("algorithm", ["recurrent", "chunked"])
 def test_single_entries_of_the_gradient(algorithm):
     arrays = recurrence_inputs(84)
     rng = np.random.default_rng(85)
     weights = rng.standard_normal((NUM_TOKENS, HEADS.value_dim)), rng.standard_normal(arrays[3].shape)
 
-    def loss(*xs):
-        out, pool = gdn_jax.gated_delta_recurrence_fwd(*xs, SLOTS, OFFSETS, algorithm=algorithm)
-        return jnp.sum(out * weights[0].astype(np.float32)) + jnp.sum(pool * weights[1].astype(np.float32))
-
-    gradients = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3)))(*map(jnp.asarray, arrays))
+    gradients = gradient_of_weighted_sums(algorithm)(*(w.astype(np.float32) for w in weights), *arrays)
     for i, gradient in enumerate(gradients):
         assert gradient.dtype == jnp.float32
 
@@ -187,10 +199,7 @@ def test_gradients_of_zero_rows_are_finite(algorithm):
     arrays = recurrence_inputs(86, shapes.zero_rows)
     weights = np.random.default_rng(87).standard_normal((NUM_TOKENS, HEADS.value_dim)).astype(np.float32)
 
-    def loss(*xs):
-        return jnp.sum(gdn_jax.gated_delta_recurrence_fwd(*xs, SLOTS, OFFSETS, algorithm=algorithm)[0] * weights)
-
-    gradients = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3)))(*map(jnp.asarray, arrays))
+    gradients = gradient_of_weighted_sums(algorithm)(weights, NO_POOL_WEIGHTS, *arrays)
     for gradient in gradients:
         assert np.isfinite(gradient).all()
     # Row 0 is zero in q and k; its derivative is that of x * rsqrt(sum(x*x) + epsilon), 1000 times what it multiplies.
@@ -210,10 +219,7 @@ def test_gradients_with_resets(algorithm):
     arrays = recurrence_inputs(88, shapes.resetting_tokens)
     weights = np.random.default_rng(89).standard_normal((NUM_TOKENS, HEADS.value_dim)).astype(np.float32)
 
-    def loss(*xs):
-        return jnp.sum(gdn_jax.gated_delta_recurrence_fwd(*xs, SLOTS, OFFSETS, algorithm=algorithm)[0] * weights)
-
-    gradients = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3)))(*map(jnp.asarray, arrays))
+    gradients = gradient_of_weighted_sums(algorithm)(weights, NO_POOL_WEIGHTS, *arrays)
     for gradient in gradients:
         assert np.isfinite(gradient).all()
 

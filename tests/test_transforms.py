@@ -203,8 +203,11 @@ def by_shard(array, count, axis):
     return jnp.concatenate([x for block in blocks for x in block], axis=axis)
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+@pytest.mark.parametrize(
+    ("axis_type", "check_vma"),
+    [(AxisType.Auto, True), (AxisType.Auto, False), (AxisType.Explicit, True)],
+    ids=["auto-vma", "auto-no-vma", "explicit-vma"],
+)
 def test_shard_map_over_heads(case, check_vma, axis_type):
     """Each device runs its heads: a device's argument is the fused row of its own heads."""
     call, arrays, operation = case
@@ -259,11 +262,10 @@ def test_explicit_mesh(case, fused_rows):
     expected = call(*arrays)
     with jax.set_mesh(mesh):
         placed = [jax.device_put(x, NamedSharding(mesh, s)) for x, s in zip(arrays, specs(in_axes), strict=True)]
-        eager, jitted = call(*placed), jax.jit(call)(*placed)
-    for results in (eager, jitted):
-        for result, reference, spec in zip(results, expected, specs(out_axes), strict=True):
-            assert_close(result, reference, 2e-6)
-            assert result.sharding.is_equivalent_to(NamedSharding(mesh, spec), result.ndim), result.sharding
+        results = jax.jit(call)(*placed)
+    for result, reference, spec in zip(results, expected, specs(out_axes), strict=True):
+        assert_close(result, reference, 2e-6)
+        assert result.sharding.is_equivalent_to(NamedSharding(mesh, spec), result.ndim), result.sharding
 
 
 def test_explicit_mesh_refuses_what_it_cannot_split(implementation):
@@ -279,14 +281,29 @@ def test_explicit_mesh_refuses_what_it_cannot_split(implementation):
             function("recurrence", implementation.name)(*rest)
 
 
-def test_auto_mesh(case):
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_auto_mesh(operation):
     """Arrays on a mesh of automatic axes: XLA decides, the values stay."""
-    call, arrays, operation = case
+    call, arrays = function(operation, None), arguments(operation)
     mesh = device_mesh(AxisType.Auto)
     in_axes, _ = HEAD_AXES[operation]
     placed = [jax.device_put(x, NamedSharding(mesh, s)) for x, s in zip(arrays, specs(in_axes), strict=True)]
     for result, reference in zip(jax.jit(call)(*placed), call(*arrays), strict=True):
         assert_close(result, reference, 2e-6)
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_explicit_mesh_without_jit(operation):
+    call, arrays = function(operation, None), arguments(operation)
+    mesh = device_mesh(AxisType.Explicit)
+    in_axes, out_axes = HEAD_AXES[operation]
+    expected = call(*arrays)
+    with jax.set_mesh(mesh):
+        placed = [jax.device_put(x, NamedSharding(mesh, s)) for x, s in zip(arrays, specs(in_axes), strict=True)]
+        results = call(*placed)
+    for result, reference, spec in zip(results, expected, specs(out_axes), strict=True):
+        assert_close(result, reference, 2e-6)
+        assert result.sharding.is_equivalent_to(NamedSharding(mesh, spec), result.ndim), result.sharding
 
 
 # --- export
