@@ -2,9 +2,9 @@
 
     python -m benchmarks.cpu_transformers --torch-python PATH [--threads 2] [--repeats 15]
 
-`--torch-python` is the interpreter of an environment that has torch and transformers; both processes are bound to the same
-cores and run alternately, never at the same time. Both get the same float32 inputs and are compared with each other before they
-are timed. Writes `benchmarks/results/cpu.json`.
+`--torch-python` is the interpreter of an environment that has torch and transformers; both processes are bound to the
+same cores and run alternately, never at the same time. Both get the same float32 inputs and are compared with each
+other before they are timed. Writes `benchmarks/results/cpu.json`.
 """
 
 import argparse
@@ -46,7 +46,7 @@ def make_inputs(rows, length):
 
 
 def torch_worker(directory):
-    """Serves one line on stdin after another: a case to run once; answers with seconds. Runs in the other environment."""
+    """Answers each line on stdin, a case to run once, with seconds. Runs in the other environment."""
     import torch
     import transformers
     from transformers.models.qwen3_5 import modeling_qwen3_5 as module
@@ -129,7 +129,8 @@ def main():
             stdout=subprocess.PIPE,
             text=True,
         )
-        assert worker.stdin and worker.stdout
+        assert worker.stdin is not None
+        assert worker.stdout is not None
         versions = json.loads(worker.stdout.readline())
         for case, shape in SHAPES.items():
             call, fresh = jax_function(*shape, inputs[case])

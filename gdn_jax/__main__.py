@@ -96,7 +96,7 @@ def commit(weight, rows, conv_state, state, ring, slot_idx, accepted):
 
 
 def float64_oracle(qkv, decay, beta, state, offsets, progress):
-    """The rule token by token in NumPy float64. state `[B, nv, KD, VD]` is advanced; returns the outputs `[T, nv * VD]`."""
+    """The rule token by token in NumPy float64: outputs `[T, nv * VD]`. Advances state `[B, nv, KD, VD]` in place."""
     group = NUM_VALUE_HEADS // NUM_KEY_HEADS
     key_dim = NUM_KEY_HEADS * HEAD_DIM
     qkv, decay, beta = (np.asarray(x.astype(jnp.float32), np.float64) for x in (qkv, decay, beta))
@@ -141,7 +141,7 @@ def paragraphs(files, longest, total):
     if files:
         text = "\n\n".join(pathlib.Path(f).read_text(encoding="utf-8", errors="replace") for f in files)
     else:
-        text = str(importlib.metadata.metadata("gdn-jax").get_payload())
+        text = importlib.metadata.metadata("gdn-jax")["Description"]
     prompts = [p.strip().encode()[:longest] for p in text.split("\n\n") if p.strip()]
     kept, tokens = [], 0
     for prompt in prompts:

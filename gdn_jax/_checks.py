@@ -25,19 +25,31 @@ class Arguments:
 
     def array(self, name: str, value, dims: Sequence[str], dtypes: Sequence[str]) -> jax.Array:
         """`value` as a JAX array, with its rank, shape and dtype checked."""
-        if not hasattr(value, "shape") or not hasattr(value, "dtype"):
-            if not isinstance(value, (list, tuple)):
-                raise TypeError(f"{self._where(name)} is {value!r}, must be an array [{', '.join(dims)}]")
-            value = np.asarray(value)
-        if dtypes is INDICES and value.dtype == np.int64 and isinstance(value, np.ndarray):
+        if isinstance(value, (list, tuple)):
+            try:
+                value = np.asarray(value, None if value else dtypes[0])
+            except ValueError as error:
+                raise TypeError(
+                    f"{self._where(name)} is a list, must be an array [{', '.join(dims)}]: {error}"
+                ) from None
+        if not isinstance(value, (np.ndarray, np.generic, jax.Array)) and not hasattr(value, "__jax_array__"):
+            raise TypeError(f"{self._where(name)} is {value!r}, must be an array [{', '.join(dims)}]")
+        if dtypes is INDICES and value.dtype in (np.int64, np.uint64) and not isinstance(value, jax.Array):
             # NumPy's default integer. Out-of-range values stay out of range: narrowing must not wrap one onto a live
             # row.
-            value = np.clip(value, -1, np.iinfo(np.int32).max).astype(np.int32)
+            lowest = -1 if value.dtype == np.int64 else 0
+            value = np.clip(value, lowest, np.iinfo(np.int32).max).astype(np.int32)
+        if isinstance(value, np.ndarray) and np.dtype(value.dtype).kind in "OSUMm":
+            raise TypeError(f"{self._where(name)} has dtype {value.dtype}, must be {' or '.join(dtypes)}")
         value = jnp.asarray(value)
         if value.dtype.name not in dtypes:
             raise TypeError(f"{self._where(name)} has dtype {value.dtype.name}, must be {' or '.join(dtypes)}")
         self.shape(name, value.shape, dims)
         return value
+
+    def rank(self, value) -> int:
+        """The rank of an array that is yet to be checked; 1 if it is none."""
+        return max(np.ndim(value), 1) if isinstance(value, (list, tuple, np.ndarray, jax.Array)) else 1
 
     def indices(self, name: str, value, dims: Sequence[str]) -> jax.Array:
         """An int32 array of row numbers; unsigned ones past int32 become negative, which is foreign as well."""
@@ -53,6 +65,8 @@ class Arguments:
     def flags(self, name: str, value, batch_size: int) -> jax.Array:
         """A bool array `[batch_size]`; None is all true."""
         if value is None:
+            if not isinstance(batch_size, int):  # a symbolic dimension under jax.export
+                return jnp.ones((batch_size,), bool)
             return jnp.asarray(np.ones((batch_size,), bool))  # a constant of the program, not an operation in it
         return self.array(name, value, ("batch_size",), ("bool",))
 
@@ -82,7 +96,7 @@ class Arguments:
 
     def choice(self, name: str, value, choices: Sequence) -> None:
         """Check an option against its allowed values."""
-        if value not in choices:
+        if not any(type(value) is type(choice) and value == choice for choice in choices):
             raise ValueError(f"{self._where(name)} is {value!r}, must be one of {', '.join(map(repr, choices))}")
 
     def implementation(self, value: str | None) -> None:

@@ -65,6 +65,7 @@ class Operation:
 
     Args:
         name: the primitive's name, and the name of the function in each implementation's module.
+        public_name: the function that users call, for messages.
         out_avals: `(*avals, **params) -> [aval]`, made by `update` on operand avals so that sharding and varying axes
             carry through.
         implementations: the table, best first.
@@ -80,6 +81,7 @@ class Operation:
         self,
         name: str,
         *,
+        public_name: str,
         out_avals: Callable,
         implementations: Sequence[Implementation],
         batch: Callable,
@@ -88,6 +90,7 @@ class Operation:
         own_heads: Callable | None = None,
     ):
         self.name = name
+        self.public_name = public_name
         self.implementations = tuple(implementations)
         self._out_avals = out_avals
         self._batch = batch
@@ -104,12 +107,15 @@ class Operation:
         ad.primitive_jvps[self.primitive] = self._jvp_rule
 
     def __call__(self, *args: jax.Array, implementation: str | None, **params: Any) -> list[jax.Array]:
-        if implementation is not None:
-            self._choose(None, args, implementation, params)
-        args = _vary_alike(args)
+        varying = _vary_alike(args)
         call = functools.partial(self.primitive.bind, implementation=implementation, **params)
         mesh = next((m for x in args if (m := jax.typeof(x).sharding.mesh).explicit_axes), None)
-        return call(*args) if mesh is None else self._split_by_heads(call, args, mesh)
+        return call(*varying) if mesh is None else self._split_by_heads(call, varying, mesh)
+
+    def check_implementation(self, *args, implementation: str | None, **params: Any) -> None:
+        """A `NotImplementedError` with the reason if a named implementation cannot serve the call on any platform."""
+        if implementation is not None:
+            self._choose(None, args, implementation, params)
 
     def _choose(self, platform: str | None, avals, implementation: str | None, params) -> Implementation:
         """The first row of the table that serves the call; a `NotImplementedError` with the reasons if none does."""
@@ -122,10 +128,10 @@ class Operation:
                 reasons.append(f"{row.name}: {reason}")
         if not reasons:
             raise NotImplementedError(
-                f"{self.name} has no implementation={implementation!r}; it has "
+                f"{self.public_name} has no implementation={implementation!r}; it has "
                 f"{sorted({row.name for row in self.implementations})}"
             )
-        raise NotImplementedError(f"{self.name} cannot serve this call. " + "; ".join(reasons))
+        raise NotImplementedError(f"{self.public_name} cannot serve this call. " + "; ".join(reasons))
 
     def _abstract_eval(self, *avals, implementation, **params):
         del implementation
@@ -182,9 +188,9 @@ class Operation:
             # What comes whole is cut without communication; what is split otherwise would have to be gathered first.
             if names or spec not in ((None,) * args[i].ndim, (*want, *[None] * args[i].ndim)[: args[i].ndim]):
                 raise ValueError(
-                    f"{self.name}: argument {i} of shape {args[i].shape} is sharded as {PartitionSpec(*spec)}, must be "
-                    f"{want}: on an explicit mesh every argument with heads is split along its head axis, all over one "
-                    "mesh axis, and nothing else is split"
+                    f"{self.public_name}: argument {i} of shape {args[i].shape} is sharded as {PartitionSpec(*spec)}, "
+                    f"must be {want}: on an explicit mesh every argument with heads is split along its head axis, all "
+                    "over one mesh axis, and nothing else is split"
                 )
         args = [
             jax.sharding.reshard(x, jax.sharding.NamedSharding(mesh, want))

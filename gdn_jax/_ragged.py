@@ -62,7 +62,7 @@ def fold_slots(slot_idx: jax.Array, max_slots: int) -> jax.Array:
 
 
 def token_rows(starts: jax.Array, lengths: jax.Array, total_seq_len: int) -> jax.Array:
-    """The row `[T]` of each token, -1 for tokens in no row of positive length."""
+    """The row `[T]` of each token: the last one that holds it, -1 if none does."""
     token = jnp.arange(total_seq_len)[:, None]
-    inside = (token >= starts) & (token < starts + lengths)
-    return jnp.max(jnp.where(inside, jnp.arange(starts.shape[0]), -1), axis=1)
+    inside = (token >= starts[None]) & (token < (starts + lengths)[None])
+    return jnp.max(jnp.where(inside, jnp.arange(starts.shape[0])[None], -1), axis=1)

@@ -2,12 +2,13 @@
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from gdn_jax._checks import FLOATS, Arguments
 
 
 def gated_delta_gates(
-    a: jax.Array, b: jax.Array, A_log: jax.Array, dt_bias: jax.Array, *, implementation: str | None = None
+    a: ArrayLike, b: ArrayLike, A_log: ArrayLike, dt_bias: ArrayLike, *, implementation: str | None = None
 ) -> tuple[jax.Array, jax.Array]:
     """Decay and write strength of every token and value head, in float32 whatever the inputs are.
 
@@ -34,9 +35,10 @@ def gated_delta_gates(
         raise NotImplementedError(
             f"gated_delta_gates has no implementation={implementation!r}: it is elementwise, and XLA fuses it"
         )
-    lead = [f"dimension {i}" for i in range(max(getattr(a, "ndim", 0) - 1, 0))]
+    lead = [f"dimension {i}" for i in range(args.rank(a) - 1)]
     a = args.array("a", a, (*lead, "num_value_heads"), FLOATS).astype(jnp.float32)
     b = args.array("b", b, (*lead, "num_value_heads"), FLOATS).astype(jnp.float32)
     A_log = args.array("A_log", A_log, ("num_value_heads",), FLOATS).astype(jnp.float32)
     dt_bias = args.array("dt_bias", dt_bias, ("num_value_heads",), FLOATS).astype(jnp.float32)
+    A_log, dt_bias = (x.reshape((1,) * len(lead) + x.shape) for x in (A_log, dt_bias))
     return jnp.exp(-jnp.exp(A_log) * jax.nn.softplus(a + dt_bias)), jax.nn.sigmoid(b)

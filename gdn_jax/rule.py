@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from gdn_jax._checks import FLOATS, Arguments
 from gdn_jax.recurrence import Algorithm, Precision, gated_delta_recurrence_fwd
@@ -9,16 +10,16 @@ from gdn_jax.recurrence.scan import EPS
 
 
 def gated_delta_rule(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    g: jax.Array,
-    beta: jax.Array,
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    g: ArrayLike,
+    beta: ArrayLike,
     *,
     scale: float | None = None,
-    initial_state: jax.Array | None = None,
+    initial_state: ArrayLike | None = None,
     output_final_state: bool = False,
-    cu_seqlens: jax.Array | None = None,
+    cu_seqlens: ArrayLike | None = None,
     use_qk_l2norm_in_kernel: bool = True,
     algorithm: Algorithm = "auto",
     precision: Precision | None = None,
@@ -37,9 +38,8 @@ def gated_delta_rule(
         output_final_state: whether to return the states after the last tokens.
         cu_seqlens: `[N + 1]` int32: with B = 1, sequence n spans tokens `[cu_seqlens[n], cu_seqlens[n+1])` of the one
             row.
-        use_qk_l2norm_in_kernel: True normalises q and k by `x * rsqrt(sum(x*x) + 1e-6)`; False takes them as they are
-            (in
-            float32: the norms move into v and beta, which bfloat16 would round).
+        use_qk_l2norm_in_kernel: True, the default here, normalises q and k by `x * rsqrt(sum(x*x) + 1e-6)`; False takes
+            them as they are (in float32: the norms move into v and beta, which bfloat16 would round).
         algorithm, precision, implementation: as in `gated_delta_recurrence_fwd`.
 
     Returns:
@@ -50,6 +50,11 @@ def gated_delta_rule(
         NotImplementedError: the named implementation cannot serve this call; the message says why.
     """
     args = Arguments("gated_delta_rule")
+    args.implementation(implementation)
+    args.choice("algorithm", algorithm, ("auto", "recurrent", "chunked"))
+    args.choice("precision", precision, (None, "highest"))
+    if scale is not None and jnp.ndim(scale) != 0:
+        raise args.wrong_shape("scale", jnp.shape(scale), "a number or None")
     key_dims = ("B", "T", "num_key_heads", "key_head_dim")
     q = args.array("q", q, key_dims, FLOATS)
     k = args.array("k", k, key_dims, (q.dtype.name,))
@@ -58,7 +63,9 @@ def gated_delta_rule(
     beta = args.array("beta", beta, ("B", "T", "num_value_heads"), FLOATS).astype(jnp.float32)
     batch, length, nv, vd = v.shape
     nk, kd = q.shape[2:]
-    if nk == 0 or nv % nk:
+    if 0 in (nk, kd):
+        raise args.wrong_shape("q", q.shape, "[B, T, num_key_heads, key_head_dim], neither heads nor dim 0")
+    if nv % nk:
         raise args.wrong_shape("v", v.shape, f"[B, T, num_value_heads, value_head_dim], heads a multiple of q's {nk}")
     if cu_seqlens is None:
         offsets = jnp.arange(batch + 1, dtype=jnp.int32) * length
@@ -66,7 +73,9 @@ def gated_delta_rule(
         if batch != 1:
             raise args.wrong_shape("q", q.shape, "[1, T, num_key_heads, key_head_dim] when cu_seqlens is given")
         offsets = args.offsets("cu_seqlens", cu_seqlens, ("N + 1",), length)
-    args.derive("N", max(offsets.shape[0] - 1, 0), "q" if cu_seqlens is None else "cu_seqlens")
+        if offsets.shape[0] == 0:
+            raise args.wrong_shape("cu_seqlens", offsets.shape, "[N + 1]")
+    args.derive("N", offsets.shape[0] - 1, "q" if cu_seqlens is None else "cu_seqlens")
     state_dims = ("N", "num_value_heads", "key_head_dim", "value_head_dim")
     if initial_state is None:
         initial_state = jnp.zeros((args.sizes["N"], nv, kd, vd), jnp.float32)
@@ -82,7 +91,7 @@ def gated_delta_rule(
         out_scale = out_scale * jnp.repeat(jnp.sqrt(jnp.sum(q * q, -1) + EPS), nv // nk, axis=-1)[..., None]
     tokens = batch * length
     out, state = gated_delta_recurrence_fwd(
-        jnp.concatenate([x.reshape(tokens, -1) for x in (q, k, v)], axis=-1),
+        jnp.concatenate([x.reshape(tokens, x.shape[2] * x.shape[3]) for x in (q, k, v)], axis=-1),
         jnp.exp(g).reshape(tokens, nv),
         beta.reshape(tokens, nv),
         state,

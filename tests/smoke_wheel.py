@@ -1,4 +1,4 @@
-"""Run by CI against the installed wheel, away from the source tree: one decode step on a pool, with the pool donated."""
+"""Run by CI against the installed wheel, away from the source tree: one decode step on a donated pool."""
 
 import pathlib
 

@@ -9,6 +9,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from gdn_jax._checks import FLOATS, Arguments
 from gdn_jax._primitive import Implementation, Operation, hopper_kernel
@@ -54,6 +55,7 @@ def _batch(bind, lanes, args, is_batched):
 
 conv1d = Operation(
     "conv1d",
+    public_name="gated_delta_conv1d_fwd",
     out_avals=_out_avals,
     implementations=[
         hopper_kernel("gdn_jax.conv1d.mosaic_gpu"),
@@ -67,15 +69,15 @@ conv1d = Operation(
 
 
 def gated_delta_conv1d_fwd(
-    qkv_input_ragged: jax.Array,
-    conv_weight: jax.Array,
-    conv_state: jax.Array,
-    slot_idx: jax.Array,
-    input_row_offsets: jax.Array,
+    qkv_input_ragged: ArrayLike,
+    conv_weight: ArrayLike,
+    conv_state: ArrayLike,
+    slot_idx: ArrayLike,
+    input_row_offsets: ArrayLike,
     *,
-    bias: jax.Array | None = None,
+    bias: ArrayLike | None = None,
     activation: Activation | None = None,
-    has_initial_state: jax.Array | None = None,
+    has_initial_state: ArrayLike | None = None,
     write_state: bool = True,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
@@ -120,22 +122,14 @@ def gated_delta_conv1d_fwd(
     slot_idx = args.indices("slot_idx", slot_idx, ("batch_size",))
     args.derive("batch_size + 1", args.sizes["batch_size"] + 1, "slot_idx")
     offsets = args.offsets("input_row_offsets", input_row_offsets, ("batch_size + 1",), qkv.shape[0])
-    if bias is None:
-        bias = np.zeros((qkv.shape[1],), weight.dtype)  # a constant of the program, not an operation in it
-    bias = args.array("bias", bias, ("conv_dim",), FLOATS)
+    # A missing bias is a constant of the program, not an operation in it.
+    no_bias = np.zeros((qkv.shape[1],), weight.dtype)
+    bias = args.array("bias", no_bias if bias is None else bias, ("conv_dim",), FLOATS)
     has_state = args.flags("has_initial_state", has_initial_state, args.sizes["batch_size"])
+    operands = (qkv, weight, bias, state, slot_idx, offsets, has_state)
+    options = {"activation": activation, "write_state": write_state, "implementation": implementation}
+    conv1d.check_implementation(*operands, **options)
     if 0 in (*qkv.shape, *state.shape, args.sizes["batch_size"]):
         return jnp.zeros_like(qkv), state
-    out, state = conv1d(
-        qkv,
-        weight,
-        bias,
-        state,
-        slot_idx,
-        offsets,
-        has_state,
-        activation=activation,
-        write_state=write_state,
-        implementation=implementation,
-    )
+    out, state = conv1d(*operands, **options)
     return out, state

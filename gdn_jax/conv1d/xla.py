@@ -23,19 +23,19 @@ def conv1d(qkv, weight, bias, conv_state, slot_idx, input_row_offsets, has_initi
     # What lies outside the live rows must not reach the derivatives either, where zero times NaN would be NaN.
     qkv = jnp.where((row >= 0)[:, None], qkv, 0)
     position = jnp.arange(total_seq_len) - starts[row]
-    y = bias
+    y = bias[None]
     for tap in range(history + 1):
         back = history - tap
         from_row = jnp.pad(qkv, ((back, 0), (0, 0)))[:total_seq_len].astype(jnp.float32)
         from_window = window[row, :, jnp.clip(position + tap, 0, history - 1)]
         x = jnp.where((position >= back)[:, None], from_row, from_window)
-        y = y + rounded(weight[:, tap] * x, x)
+        y = y + rounded(weight[None, :, tap] * x, x)
     out = jnp.where((row >= 0)[:, None], activate(y, activation), 0.0).astype(qkv.dtype)
     if not write_state:
         return out, conv_state
 
     # The last `history` inputs of window ++ row.
-    source = lengths[:, None] - history + jnp.arange(history)
+    source = lengths[:, None] - history + jnp.arange(history)[None]
     from_row = qkv[jnp.clip(starts[:, None] + source, 0, total_seq_len - 1)].swapaxes(1, 2).astype(jnp.float32)
     from_window = jnp.take_along_axis(window, jnp.clip(source + history, 0, history - 1)[:, None, :], axis=2)
     window = jnp.where((source >= 0)[:, None, :], from_row, from_window)

@@ -330,12 +330,14 @@ class GatedDeltaNet(nnx.Module):
             first = jnp.minimum(jnp.argmax(real, axis=1).astype(jnp.int32), last) if seq_len else first
         start = jnp.arange(batch_size, dtype=jnp.int32) * seq_len
         slots = jnp.arange(batch_size, dtype=jnp.int32)
+        end = jnp.full((1,), batch_size * seq_len, jnp.int32)
         if real is None:
-            offsets = jnp.append(start, batch_size * seq_len)
+            offsets = jnp.concatenate([start, end])
         else:
             x = jnp.where(real[..., None], x, 0)
             # Every row is followed by one in a foreign slot, up to where the next one begins.
-            offsets = jnp.append(jnp.stack([start + first, start + last], axis=1), batch_size * seq_len)
+            bounds = jnp.stack([start + first, start + last], axis=1).astype(jnp.int32)
+            offsets = jnp.concatenate([bounds.reshape(-1), end])
             slots = jnp.stack([slots, jnp.full_like(slots, -1)], axis=1).reshape(-1)
         pools = self.init_cache(batch_size)
         fresh = jnp.zeros(slots.shape, bool)

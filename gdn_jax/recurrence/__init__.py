@@ -12,13 +12,15 @@ Source of the rule: Yang, Kautz, Hatamizadeh, "Gated Delta Networks: Improving M
 chunked form: Yang, Wang, Zhang, Shen, Kim, "Parallelizing Linear Transformers with the Delta Rule over Sequence
 Length" (2024).
 
-`scan.py` is the equations, `xla.py` serves every backend, `mosaic_gpu.py` and `mosaic_gpu_chunked.py` are GPU kernels.
+`scan.py` is the equations, `xla.py` serves every backend, `mosaic_gpu.py` is a GPU kernel. `mosaic_gpu_chunked.py` is
+not in the table: its outputs for long rows were wrong on a GPU (docs/kernels_chunked.md).
 """
 
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from gdn_jax._checks import FLOATS, Arguments
 from gdn_jax._primitive import Implementation, Operation, hopper_kernel
@@ -65,9 +67,9 @@ def own_heads(args, shard, shards):
 
 recurrence = Operation(
     "recurrence",
+    public_name="gated_delta_recurrence_fwd",
     out_avals=_out_avals,
     implementations=[
-        hopper_kernel("gdn_jax.recurrence.mosaic_gpu_chunked"),
         hopper_kernel("gdn_jax.recurrence.mosaic_gpu"),
         Implementation("xla", "gdn_jax.recurrence.xla"),
         Implementation("scan", "gdn_jax.recurrence.scan"),
@@ -80,14 +82,14 @@ recurrence = Operation(
 
 
 def gated_delta_recurrence_fwd(
-    qkv_conv_output: jax.Array,
-    decay_per_token: jax.Array,
-    beta_per_token: jax.Array,
-    recurrent_state: jax.Array,
-    slot_idx: jax.Array,
-    input_row_offsets: jax.Array,
+    qkv_conv_output: ArrayLike,
+    decay_per_token: ArrayLike,
+    beta_per_token: ArrayLike,
+    recurrent_state: ArrayLike,
+    slot_idx: ArrayLike,
+    input_row_offsets: ArrayLike,
     *,
-    has_initial_state: jax.Array | None = None,
+    has_initial_state: ArrayLike | None = None,
     algorithm: Algorithm = "auto",
     precision: Precision | None = None,
     implementation: str | None = None,
@@ -111,7 +113,8 @@ def gated_delta_recurrence_fwd(
             slot's result is unspecified.
         input_row_offsets: `[batch_size + 1]` int32 or uint32: row b spans tokens `[offsets[b], offsets[b+1])`. Values
             past the tokens are clamped; where they decrease the row is empty, and if rows overlap because of it, the
-            outputs of the shared tokens are unspecified. Tokens in no row get zero outputs and influence nothing.
+            outputs of the shared tokens and the derivatives are unspecified (the states are each row's own). Tokens in
+            no row get zero outputs and influence nothing.
         has_initial_state: `[batch_size]` bool: rows where it is False start from zeros, whatever their slot holds.
         algorithm: "recurrent" goes token by token and is bit-repeatable however a sequence is cut into calls; "chunked"
             is the WY form, for long rows; "auto" decides by shapes alone.
@@ -135,11 +138,11 @@ def gated_delta_recurrence_fwd(
     )
     qkv, state = operands[0], operands[3]
     has_state = args.flags("has_initial_state", has_initial_state, args.sizes["batch_size"])
+    options = {"algorithm": algorithm, "precision": precision, "implementation": implementation}
+    recurrence.check_implementation(*operands, has_state, **options)
     if 0 in (*qkv.shape, *state.shape, args.sizes["batch_size"]):
         return empty_output(args, qkv), state
-    out, state = recurrence(
-        *operands, has_state, algorithm=algorithm, precision=precision, implementation=implementation
-    )
+    out, state = recurrence(*operands, has_state, **options)
     return out, state
 
 

@@ -553,8 +553,8 @@ def _prepare(qkv, decay, beta, slot_idx, offsets, *, nk, key_dim, max_slots, nor
             lax.fori_loop(0, steps, some_heads, None)
             plgpu.wait_smem_to_gmem(0)
 
-    # X, W and the 32 x 32 blocks take one another's place. The units do so at different times, so all three need as
-    # many bytes a unit, or a unit's blocks would lie in its neighbour's X and W: of the blocks' C / SUB tiles two are used.
+    # X, W and the 32 x 32 blocks take one another's place. All three need as many bytes a unit, or a unit's blocks
+    # would lie in its neighbour's X and W, which may be in use. Of the C / SUB tiles of the blocks two are used.
     overlay = [
         _swizzled((units, together, C, C), f16),
         _swizzled((units, together, C, C), dtype),

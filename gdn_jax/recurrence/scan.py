@@ -30,7 +30,7 @@ def split_heads(qkv, num_value_heads, key_head_dim, value_head_dim):
 
 
 def update(S, key, factor, decay):
-    """`fma(key, factor^T, S * decay)`, S `[.., KD, VD]`: the step that the forward and the fold of its records share."""
+    """`fma(key, factor^T, S * decay)`, S `[.., KD, VD]`: the step that the forward and the fold share."""
     return key[..., :, None] * factor[..., None, :] + rounded(S * decay[..., None, None], S)
 
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from gdn_jax._ragged import is_live, read_rows, row_bounds, write_rows
+from gdn_jax._ragged import is_live, read_rows, row_bounds, token_rows, write_rows
 from gdn_jax.recurrence.scan import EPS, split_heads, token_step
 
 CHUNK = 32
@@ -67,7 +67,8 @@ def over_tokens(qkv, decay, beta, S, starts, lengths, extra, visit, steps=None):
     Returns the states, the outputs `[T, nv * VD]`, and the last `extra`.
     """
     total_seq_len = qkv.shape[0]
-    _, nv, kd, vd = S.shape
+    batch_size, nv, kd, vd = S.shape
+    owner = token_rows(starts, lengths, total_seq_len)
 
     def step(position, carry):
         S, out, extra = carry
@@ -78,7 +79,10 @@ def over_tokens(qkv, decay, beta, S, starts, lengths, extra, visit, steps=None):
         token_decay = read(decay)
         S_new, o, factor = token_step(S, q, k, v, token_decay, read(beta))
         S = jnp.where(active[:, None, None, None], S_new, S)
-        out = out.at[token].set(o.reshape(-1, nv * vd).astype(out.dtype), mode="drop")
+        # Where malformed offsets give a token to two rows, the last of them has the output.
+        is_owner = active & (owner.at[token].get(mode="clip") == jnp.arange(batch_size))
+        target = jnp.where(is_owner, token, total_seq_len)
+        out = out.at[target].set(o.reshape(-1, nv * vd).astype(out.dtype), mode="drop")
         return S, out, visit(extra, position, active, k, factor, token_decay)
 
     out = jnp.zeros((total_seq_len, nv * vd), qkv.dtype)
@@ -151,7 +155,7 @@ def chunk_step(S, q, k, v, decay, beta):
     is_reset = decay < 1e-37
     log_decay = jnp.where(is_reset, LOG_RESET, jnp.log(jnp.where(is_reset, 1.0, decay)))
     log_gamma = jnp.cumsum(log_decay, axis=-1)
-    row, column = jnp.arange(CHUNK)[:, None], jnp.arange(CHUNK)
+    row, column = jnp.arange(CHUNK)[:, None], jnp.arange(CHUNK)[None, :]
     difference = jnp.where(row >= column, log_gamma[:, :, None] - log_gamma[:, None, :], -jnp.inf)
     G = jnp.exp(difference)
     gamma = jnp.exp(log_gamma)[..., None]
@@ -178,8 +182,8 @@ def _unit_lower_inverse(L):
     of L is formed, which would overflow on repeated keys.
     """
     size = L.shape[-1]
-    row, column = jnp.arange(size)[:, None], jnp.arange(size)
-    X = jnp.broadcast_to(jnp.eye(size), L.shape)
+    row, column = jnp.arange(size)[:, None], jnp.arange(size)[None, :]
+    X = jnp.broadcast_to(jnp.eye(size, dtype=L.dtype), L.shape)
     half = 1
     while half < size:
         between = (row // (2 * half) == column // (2 * half)) & (row // half != column // half)

@@ -6,6 +6,7 @@ the state already inside the delta factor. `verify_ring` writes the records and 
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from gdn_jax._checks import FLOATS, Arguments
 from gdn_jax._primitive import Implementation, Operation, hopper_kernel
@@ -34,6 +35,7 @@ def _batch(bind, lanes, args, is_batched):
 
 state_fold = Operation(
     "state_fold",
+    public_name="gated_delta_state_fold",
     out_avals=lambda state, *_: [state.update(weak_type=False)],
     implementations=[
         hopper_kernel("gdn_jax.state_fold.mosaic_gpu"),
@@ -47,13 +49,13 @@ state_fold = Operation(
 
 
 def gated_delta_state_fold(
-    recurrent_state: jax.Array,
-    ring: jax.Array,
-    row_ids: jax.Array,
-    ring_row_ids: jax.Array,
-    num_accepted: jax.Array,
+    recurrent_state: ArrayLike,
+    ring: ArrayLike,
+    row_ids: ArrayLike,
+    ring_row_ids: ArrayLike,
+    num_accepted: ArrayLike,
     *,
-    has_initial_state: jax.Array | None = None,
+    has_initial_state: ArrayLike | None = None,
     implementation: str | None = None,
 ) -> jax.Array:
     """Apply the accepted records of every layer and request to their states, in one call.
@@ -92,7 +94,9 @@ def gated_delta_state_fold(
     ring_row_ids = args.indices("ring_row_ids", ring_row_ids, ("num_layers", "batch_size"))
     num_accepted = args.indices("num_accepted", num_accepted, ("batch_size",))
     has_state = args.flags("has_initial_state", has_initial_state, args.sizes["batch_size"])
+    operands = (state, ring, row_ids, ring_row_ids, num_accepted, has_state)
+    state_fold.check_implementation(*operands, implementation=implementation)
     if 0 in (*state.shape, *ring.shape, *row_ids.shape):
         return state
-    (state,) = state_fold(state, ring, row_ids, ring_row_ids, num_accepted, has_state, implementation=implementation)
+    (state,) = state_fold(*operands, implementation=implementation)
     return state

@@ -12,7 +12,7 @@ def unsupported(*_) -> str | None:
 
 
 def split_record(record, num_value_heads, key_head_dim, value_head_dim):
-    """Records `[.., nk, record_stride]` of one position: keys `[.., nv, KD]`, factors `[.., nv, VD]`, decays `[.., nv]`."""
+    """Keys `[.., nv, KD]`, factors `[.., nv, VD]`, decays `[.., nv]` of the records `[.., nk, record_stride]`."""
     lead, nk = record.shape[:-2], record.shape[-2]
     group_size = num_value_heads // nk
     record = record.astype(jnp.float32)

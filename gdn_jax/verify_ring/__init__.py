@@ -11,6 +11,7 @@ the records of the accepted tokens; the others are forgotten, so nothing has to 
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from gdn_jax._checks import Arguments
 from gdn_jax._primitive import Implementation, Operation, hopper_kernel
@@ -86,6 +87,7 @@ def _batch(bind, lanes, args, is_batched):
 
 verify_ring = Operation(
     "verify_ring",
+    public_name="gated_delta_recurrence_verify_ring",
     out_avals=_out_avals,
     implementations=[
         hopper_kernel("gdn_jax.verify_ring.mosaic_gpu"),
@@ -100,16 +102,16 @@ verify_ring = Operation(
 
 
 def gated_delta_recurrence_verify_ring(
-    qkv_conv_output: jax.Array,
-    decay_per_token: jax.Array,
-    beta_per_token: jax.Array,
-    recurrent_state: jax.Array,
-    ring: jax.Array,
-    slot_idx: jax.Array,
-    ring_slot_idx: jax.Array,
-    input_row_offsets: jax.Array,
+    qkv_conv_output: ArrayLike,
+    decay_per_token: ArrayLike,
+    beta_per_token: ArrayLike,
+    recurrent_state: ArrayLike,
+    ring: ArrayLike,
+    slot_idx: ArrayLike,
+    ring_slot_idx: ArrayLike,
+    input_row_offsets: ArrayLike,
     *,
-    has_initial_state: jax.Array | None = None,
+    has_initial_state: ArrayLike | None = None,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Compute the outputs of draft tokens and record their state updates, leaving the states as they are.
@@ -145,9 +147,9 @@ def gated_delta_recurrence_verify_ring(
     check_record_stride(args, ring)
     ring_slot_idx = args.indices("ring_slot_idx", ring_slot_idx, ("batch_size",))
     has_state = args.flags("has_initial_state", has_initial_state, args.sizes["batch_size"])
+    operands = (qkv, decay, beta, state, ring, slot_idx, ring_slot_idx, offsets, has_state)
+    verify_ring.check_implementation(*operands, implementation=implementation)
     if 0 in (*qkv.shape, *state.shape, args.sizes["batch_size"]):
         return empty_output(args, qkv), ring, state
-    out, ring, state = verify_ring(
-        qkv, decay, beta, state, ring, slot_idx, ring_slot_idx, offsets, has_state, implementation=implementation
-    )
+    out, ring, state = verify_ring(*operands, implementation=implementation)
     return out, ring, state

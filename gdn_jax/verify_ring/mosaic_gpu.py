@@ -13,6 +13,8 @@ def unsupported(
 ) -> str | None:
     """One sentence saying why this backend cannot serve the call, None when it can."""
     del decay, beta, slot_idx, ring_slot_idx, input_row_offsets, has_initial_state
+    if 0 in ring.shape:
+        return f"mosaic_gpu does not serve an empty ring; its shape is {ring.shape}."
     if ring.dtype not in (jnp.float32, jnp.bfloat16):
         return f"mosaic_gpu does not serve a ring of {ring.dtype}."
     if ring.shape[2] > _MAX_RING_LEN:

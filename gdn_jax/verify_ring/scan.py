@@ -35,7 +35,8 @@ def verify_ring(qkv, decay, beta, recurrent_state, ring, slot_idx, ring_slot_idx
             q, k, v = split_heads(qkv[t], nv, kd, vd)
             S, o, factor = token_step(S, q, k, v, decay[t], beta[t])
             record = make_record(k, factor, decay[t]).astype(ring.dtype)
-            ring = ring.at[ring_row, :, t - starts[b], :elements].set(record, mode="drop")
+            if ring.size:
+                ring = ring.at[ring_row, :, t - starts[b], :elements].set(record, mode="drop")
             return S, ring, out.at[t].set(o.reshape(-1).astype(out.dtype))
 
         S = read_rows(pool, slot, live & has_initial_state[b])
