@@ -47,9 +47,9 @@ def make_inputs(rows, length):
 
 def torch_worker(directory):
     """Answers each line on stdin, a case to run once, with seconds. Runs in the other environment."""
-    import torch
-    import transformers
-    from transformers.models.qwen3_5 import modeling_qwen3_5 as module
+    import torch  # pyright: ignore[reportMissingImports]
+    import transformers  # pyright: ignore[reportMissingImports]
+    from transformers.models.qwen3_5 import modeling_qwen3_5 as module  # pyright: ignore[reportMissingImports]
 
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     group = NUM_VALUE_HEADS // NUM_KEY_HEADS
@@ -106,7 +106,7 @@ def relative_error(x, ref):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(description="xla on a CPU beside PyTorch.")
     parser.add_argument("--torch-python", required=True, help="interpreter of the environment with torch")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=15)

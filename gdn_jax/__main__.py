@@ -26,6 +26,7 @@ WINDOW = 4  # tokens of one speculative round
 ROUNDS = 3
 DECODE_STEPS = 8
 SPARE_SLOTS = 5
+ERROR_BUDGET = {"float32": 1e-3, "bfloat16": 6e-3, "float16": 6e-3}  # of the chunked form
 
 
 @dataclass
@@ -156,11 +157,14 @@ class Report:
 
     header = ("stage", "implementation", "tokens", "ms", "tokens/s", "rel. error", "bit-exact", "in place")
 
-    def __init__(self):
+    def __init__(self, budget: float):
         self.rows = []
+        self.failed = False
+        self._budget = budget
 
     def add(self, stage, implementation, tokens, seconds, error=None, exact=None, in_place=None):
         yes_no = {None: "", True: "yes", False: "NO"}
+        self.failed |= False in (exact, in_place) or (error is not None and not error <= self._budget)
         self.rows.append(
             (
                 stage,
@@ -201,7 +205,9 @@ def buffers(*pools):
 
 
 def main(argv=None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m gdn_jax", description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m gdn_jax", description="The life of a few requests on one Gated DeltaNet layer."
+    )
     parser.add_argument("files", nargs="*", metavar="FILE", help="texts; default: this project's README")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"), help="of the tokens")
     parser.add_argument("--longest", type=int, default=300, help="bytes of a paragraph that are used")
@@ -221,7 +227,7 @@ def main(argv=None) -> int:
         f"convolution over {KERNEL_SIZE}; pool of {batch + SPARE_SLOTS} slots"
     )
 
-    layer, report = Layer(jnp.dtype(options.dtype)), Report()
+    layer, report = Layer(jnp.dtype(options.dtype)), Report(ERROR_BUDGET[options.dtype])
     weight = layer.weights["conv"]
     project = jax.jit(layer.project)
     max_slots = batch + SPARE_SLOTS
@@ -234,8 +240,8 @@ def main(argv=None) -> int:
 
     # Prefill.
     offsets_host = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-    rows = project(jnp.asarray(np.concatenate(prompts)))
-    args = (weight, *rows, conv_state, state, slot_idx, jnp.asarray(offsets_host))
+    rows, decay, beta = project(jnp.asarray(np.concatenate(prompts)))
+    args = (weight, rows, decay, beta, conv_state, state, slot_idx, jnp.asarray(offsets_host))
     fresh = jnp.zeros((batch,), bool)
     print("prefill: compiling", flush=True)
     prefill = compiled(forward, *args, donate=(4, 5), has_initial_state=fresh, algorithm="auto")
@@ -244,19 +250,19 @@ def main(argv=None) -> int:
     in_place = buffers(conv_state, state) == before
     oracle_state = np.zeros((batch, NUM_VALUE_HEADS, HEAD_DIM, HEAD_DIM))
     progress = progress_bar("float64 oracle of the prefill")
-    oracle_out = float64_oracle(qkv, *rows[1:], oracle_state, offsets_host, progress)
+    oracle_out = float64_oracle(qkv, decay, beta, oracle_state, offsets_host, progress)
     error = max(relative_error(out, oracle_out), relative_error(state[slot_idx], oracle_state))
     untouched = bool((state[spare] == 7.0).all() & (conv_state[spare] == 7.0).all())
     report.add("prefill", served_by(prefill), sum(lengths), seconds, error, in_place=in_place and untouched)
 
     # What follows each text is its own beginning, projected once: a matrix product of another size rounds differently.
     continuation = np.stack([np.resize(p, DECODE_STEPS + ROUNDS * WINDOW) for p in prompts])
-    rows = [np.asarray(x) for x in project(jnp.asarray(continuation))]
+    projected = [np.asarray(x) for x in project(jnp.asarray(continuation))]
 
     def take(position, count):
         """`count` tokens of each request from its `position` on, as ragged rows."""
         index = np.asarray(position)[:, None] + np.arange(count)
-        return [jnp.asarray(np.concatenate([x[b, index[b]] for b in range(batch)])) for x in rows]
+        return [jnp.asarray(np.concatenate([x[b, index[b]] for b in range(batch)])) for x in projected]
 
     one_each = jnp.arange(batch + 1, dtype=jnp.int32)
     position = np.zeros(batch, np.int64)
@@ -267,7 +273,8 @@ def main(argv=None) -> int:
     for _ in range(DECODE_STEPS):
         token = take(position, 1)
         (out, qkv, conv_state, state), s = timed(decode, weight, *token, conv_state, state, slot_idx, one_each)
-        oracle_out = float64_oracle(qkv, *token[1:], oracle_state, np.arange(batch + 1), lambda *_: None)
+        _, decay, beta = token
+        oracle_out = float64_oracle(qkv, decay, beta, oracle_state, np.arange(batch + 1), lambda *_: None)
         seconds, worst = seconds + s, max(worst, relative_error(out, oracle_out))
         position += 1
     worst = max(worst, relative_error(state[slot_idx], oracle_state))
@@ -314,7 +321,7 @@ def main(argv=None) -> int:
     report.add("fold and replay", served_by(run_commit), max(folded, 1), commit_seconds, exact=exact, in_place=in_place)
     report.print()
     print("\nbit-exact: outputs, states and windows against the run that never speculated")
-    return 0 if exact and exact_outputs else 1
+    return 1 if report.failed else 0
 
 
 def served_by(program) -> str:

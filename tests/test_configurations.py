@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import gdn_jax
+from gdn_jax.recurrence import Algorithm
 from tests import shapes
 
 HEADS = shapes.HEADS["small"]
@@ -32,7 +33,7 @@ def every_operation(implementation):
     ring = jnp.zeros(HEADS.ring_shape(2, 24), jnp.float32)
     rows = np.array([0, 1], np.int32)
 
-    def forward(qkv, algorithm="auto"):
+    def forward(qkv, algorithm: Algorithm = "auto"):
         return gdn_jax.gated_delta_recurrence_fwd(
             qkv, decay, beta, pool, SLOTS, OFFSETS, algorithm=algorithm, implementation=implementation
         )
@@ -69,9 +70,9 @@ def test_same_values_and_dtypes_under(name, switch, plain):
 
 
 def test_unsigned_64_bit_slots_are_not_wrapped():
-    tokens = [jnp.asarray(x) for x in shapes.trained_tokens(HEADS, NUM_TOKENS)]
+    qkv, decay, beta = shapes.trained_tokens(HEADS, NUM_TOKENS)
     pool = jnp.asarray(shapes.state_pool(HEADS, 5))
     slots = np.array([2**32 + 1, 2**63], np.uint64)
-    out, state = gdn_jax.gated_delta_recurrence_fwd(*tokens, pool, slots, OFFSETS)
+    out, state = gdn_jax.gated_delta_recurrence_fwd(qkv, decay, beta, pool, slots, OFFSETS)
     assert not out.any()
     np.testing.assert_array_equal(state, pool)

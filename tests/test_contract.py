@@ -799,3 +799,25 @@ def test_delta_rule_scale_and_norm(normalise):
     expected_o, expected_final = oracle.delta_rule(*arguments, scale=0.37, normalise=normalise)
     assert_close(o, expected_o, 1e-3, "outputs")
     assert_close(final, expected_final, 1e-3, "final states")
+
+
+@pytest.mark.parametrize("pattern", ["zeros between", "alternating", "tiny"])
+def test_chunked_at_highest_precision_on_mixed_decays(chunked, pattern):
+    """Resets next to ordinary decays: a form that takes differences of summed logarithms loses these digits."""
+    implementation, algorithm = chunked
+    heads = small_heads(chunked)
+    position = np.arange(NUM_TOKENS)
+    decay = {
+        "zeros between": np.where(position % 17 < 16, 0.0, 0.99),
+        "alternating": np.where(position % 2 == 0, 0.0, 0.99),
+        "tiny": np.where(position % 21 < 20, 1e-12, 0.9),
+    }[pattern]
+    tokens = shapes.trained_tokens(heads, NUM_TOKENS, seed=12)
+    decay = np.broadcast_to(decay[:, None], tokens.decay.shape).astype(np.float32)
+    pool = shapes.state_pool(heads, 1)
+    rows, offsets = np.array([0], np.int32), np.array([0, NUM_TOKENS], np.int32)
+    tokens = shapes.Tokens(tokens.qkv, decay, tokens.beta)
+    out, new_pool = implementation.recurrence(tokens, pool, rows, offsets, algorithm=algorithm, precision="highest")
+    expected, expected_pool = oracle.recurrence(tokens.qkv, decay, tokens.beta, pool, rows, offsets)
+    assert_close(out, expected, 1e-5)
+    assert_close(new_pool, expected_pool, 1e-5)

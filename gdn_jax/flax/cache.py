@@ -69,8 +69,10 @@ def layer_slots(slot_idx: ArrayLike, layer: ArrayLike, num_layers: int, rows: in
         `[batch_size]` int32: what to pass to the layer as `slot_idx`; -1 where the slot is foreign.
 
     Raises:
-        ValueError: rows is not a multiple of num_layers.
+        ValueError: rows is not a multiple of num_layers, or a layer that is a Python int is not one of them.
     """
+    if isinstance(layer, int) and not 0 <= layer < num_layers:
+        raise ValueError(f"layer is {layer}, must be from 0 to {num_layers - 1}")
     if rows % num_layers:
         raise ValueError(f"rows is {rows}, must be a multiple of num_layers = {num_layers}")
     slot_idx = Arguments("layer_slots").indices("slot_idx", slot_idx, ("batch_size",))

@@ -172,7 +172,7 @@ def _load_transposed(interpret, ref):
 
     @plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(),),
-        return_type=plgpu.ShapeDtypeStruct((n, m), f32, layout=WGMMA),
+        return_type=plgpu.ShapeDtypeStruct((n, m), jnp.dtype(f32), layout=WGMMA),
     )
     def transfer(_, source):
         single = ir.F32Type.get()

@@ -14,8 +14,6 @@ from gdn_jax.recurrence.scan import EPS, split_heads, token_step
 CHUNK = 32
 # Rows at least this long on average are faster in chunks (measured on a CPU, 16/32 heads of 128 x 128).
 CHUNKED_FROM = 8
-# log(decay) of a decay so small that it is a reset: its exponential is 0 in float32, its differences stay finite.
-LOG_RESET = -104.0
 _HIGHEST = lax.Precision.HIGHEST
 
 
@@ -36,10 +34,7 @@ def recurrence(
 def differentiable_recurrence(
     qkv, decay, beta, recurrent_state, slot_idx, input_row_offsets, has_initial_state, *, algorithm, precision
 ):
-    """The same function with static loop bounds, for `jax.jvp` and `jax.vjp`.
-
-    A decay that the chunked form treats as a reset gets a zero derivative there; the recurrent form is exact.
-    """
+    """The same function with static loop bounds, for `jax.jvp` and `jax.vjp`."""
     del precision
     step = chunk_step if _is_chunked(algorithm, qkv.shape[0], slot_idx.shape[0]) else _chunk_of_tokens
     return _over_chunks(
@@ -138,8 +133,8 @@ def chunk_step(S, q, k, v, decay, beta):
     """One chunk of C tokens of every head in the WY form. S `[nv, KD, VD]`; q, k `[C, nk, KD]`; v `[C, nv, VD]`;
     decay, beta `[C, nv]`. Returns the state after the chunk and the outputs `[C, nv, VD]`.
 
-    With gamma the cumulative decay inside the chunk, G[i, j] = gamma_i / gamma_j for i >= j (as an exponential of a
-    difference of logarithms: the quotient would underflow) and K, Q normalised:
+    With gamma the cumulative decay inside the chunk, K and Q normalised, and G[i, j] = gamma_i / gamma_j for i >= j,
+    taken as the product of the decays in between (the quotient would underflow, and a decay of 0 is a reset):
 
         delta = (I + tril(beta K K^T * G, -1))^-1 beta (V - gamma K S)
         out   = gamma Q S + (Q K^T * G) delta
@@ -152,14 +147,11 @@ def chunk_step(S, q, k, v, decay, beta):
     k = k * lax.rsqrt(jnp.sum(k * k, -1, keepdims=True) + EPS)
     q = q * lax.rsqrt(jnp.sum(q * q, -1, keepdims=True) + EPS) * q.shape[-1] ** -0.5
 
-    is_reset = decay < 1e-37
-    log_decay = jnp.where(is_reset, LOG_RESET, jnp.log(jnp.where(is_reset, 1.0, decay)))
-    log_gamma = jnp.cumsum(log_decay, axis=-1)
     row, column = jnp.arange(CHUNK)[:, None], jnp.arange(CHUNK)[None, :]
-    difference = jnp.where(row >= column, log_gamma[:, :, None] - log_gamma[:, None, :], -jnp.inf)
-    G = jnp.exp(difference)
-    gamma = jnp.exp(log_gamma)[..., None]
-    to_end = jnp.exp(log_gamma[:, -1:] - log_gamma)[..., None]
+    after = jnp.where(row > column, decay[:, :, None], 1.0)
+    G = jnp.where(row >= column, lax.cumprod(after, axis=1), 0.0)
+    gamma = lax.cumprod(decay, axis=1)[..., None]
+    to_end = G[:, -1, :, None]
 
     kk = per_value_head(_dot(k, k.swapaxes(1, 2)))
     qk = per_value_head(_dot(q, k.swapaxes(1, 2)))

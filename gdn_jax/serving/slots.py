@@ -93,6 +93,7 @@ class SlotPool:
         Raises:
             KeyError: a request owns no slot; then none is marked.
         """
+        requests = list(requests)
         for request in requests:
             self.slot(request)
         self._started.update(requests)
