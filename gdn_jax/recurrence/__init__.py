@@ -117,7 +117,7 @@ def gated_delta_recurrence_fwd(
             no row get zero outputs and influence nothing.
         has_initial_state: `[batch_size]` bool: rows where it is False start from zeros, whatever their slot holds.
         algorithm: "recurrent" goes token by token and is bit-repeatable however a sequence is cut into calls; "chunked"
-            is the WY form, for long rows; "auto" decides by shapes alone (under `vmap`, by those of all lanes together).
+            is the WY form, for long rows; "auto" decides by shapes alone, under `vmap` by those of all lanes together.
         precision: "highest" holds float32 tokens to 1e-5 in the chunked form too.
         implementation: a name from the table in the README, or None for the best that serves the call.
 
