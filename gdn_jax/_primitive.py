@@ -36,6 +36,7 @@ class Implementation:
         platforms: where it runs; None means everywhere.
         device_kinds: what the name of the device must contain one of; None means any. A program that is lowered where
             no such device is in sight, and that names none, is taken to be for a fitting one.
+        in_place: whether it updates its large arguments through aliases, which XLA must not fuse slices into.
     """
 
     name: str
@@ -69,7 +70,7 @@ class Operation:
         out_avals: `(*avals, **params) -> [aval]`, made by `update` on operand avals so that sharding and varying axes
             carry through.
         implementations: the table, best first.
-        batch: `(bind, lanes, args, is_batched, params) -> outputs`: `vmap` over `lanes` lanes, batched arguments and
+        batch: `(bind, lanes, args, is_batched) -> outputs`: `vmap` over `lanes` lanes, batched arguments and
             all outputs with the lane axis in front.
         differentiable: the operation in ordinary JAX operations with static loop bounds; tangents come from it.
         head_axes: for each argument, then for each output, the axis that runs over heads (or head-major channels), or
