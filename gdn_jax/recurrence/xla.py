@@ -12,7 +12,7 @@ from gdn_jax._ragged import is_live, read_rows, row_bounds, token_rows, write_ro
 from gdn_jax.recurrence.scan import EPS, split_heads, token_step
 
 CHUNK = 32
-# Average tokens of a row from which "auto" goes in chunks. Measured on a CPU with 16/32 heads of 128 x 128, one and four
+# Average tokens of a row from which "auto" goes in chunks. Measured on a CPU, 16/32 heads of 128 x 128, one and four
 # rows: at 8 tokens chunks are 11 to 18 percent slower, at 16 a third faster.
 CHUNKED_FROM = 8
 _HIGHEST = lax.Precision.HIGHEST
