@@ -18,6 +18,11 @@ def strip_varying_axes(ctx):
     return ctx.replace(avals_in=strip(ctx.avals_in), avals_out=strip(ctx.avals_out))
 
 
+def automatic_devices(ctx) -> int:
+    """Over how many devices XLA splits the program that is lowered; 1 inside `jax.shard_map`, which has done it."""
+    return getattr(ctx.module_context.axis_context, "num_devices", 1)
+
+
 def device_kind(platform: str) -> str | None:
     """What kind of device a program for `platform` will run on, as far as can be known while it is lowered.
 

@@ -19,7 +19,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, xla
 from jax.sharding import PartitionSpec
 
-from gdn_jax._compat import device_kind, strip_varying_axes, varying_axes
+from gdn_jax._compat import automatic_devices, device_kind, strip_varying_axes, varying_axes
 
 IMPLEMENTATIONS = ("mosaic_gpu", "triton", "xla", "scan")
 _PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
@@ -36,7 +36,8 @@ class Implementation:
         platforms: where it runs; None means everywhere.
         device_kinds: what the name of the device must contain one of; None means any. A program that is lowered where
             no such device is in sight, and that names none, is taken to be for a fitting one.
-        in_place: whether it updates its large arguments through aliases, which XLA must not fuse slices into.
+        in_place: whether it updates its large arguments through aliases, which XLA must not fuse slices into. XLA cannot
+            split such a kernel over devices either: it would gather the pools for it.
     """
 
     name: str
@@ -108,6 +109,7 @@ class Operation:
         ad.primitive_jvps[self.primitive] = self._jvp_rule
 
     def __call__(self, *args: jax.Array, implementation: str | None, **params: Any) -> list[jax.Array]:
+        _refuse_half_manual(self.public_name)
         varying = _vary_alike(args)
         call = functools.partial(self.primitive.bind, implementation=implementation, **params)
         mesh = next((m for x in args if (m := jax.typeof(x).sharding.mesh).explicit_axes), None)
@@ -118,12 +120,17 @@ class Operation:
         if implementation is not None:
             self._choose(None, args, implementation, params)
 
-    def _choose(self, platform: str | None, avals, implementation: str | None, params) -> Implementation:
-        """The first row of the table that serves the call; a `NotImplementedError` with the reasons if none does."""
+    def _choose(self, platform: str | None, avals, implementation: str | None, params, devices=1) -> Implementation:
+        """The first row of the table that serves the call; a `NotImplementedError` with the reasons if none does.
+
+        `devices` is over how many of them XLA is to split the call by itself.
+        """
         reasons = []
         for row in self.implementations:
             if implementation in (None, row.name):
                 reason = row.unsupported(platform, avals, params)
+                if row.in_place and devices > 1:
+                    reason = f"is not split over {devices} devices by XLA; {_SUPPORTED_FORM}"
                 if reason is None:
                     return row
                 reasons.append(f"{row.name}: {reason}")
@@ -139,7 +146,7 @@ class Operation:
         return self._out_avals(*avals, **params)
 
     def _lower(self, platform, ctx, *operands, implementation, **params):
-        row = self._choose(platform, ctx.avals_in, implementation, params)
+        row = self._choose(platform, ctx.avals_in, implementation, params, automatic_devices(ctx))
         function = getattr(importlib.import_module(row.module), self.name)
 
         def outputs(*args):
@@ -206,6 +213,24 @@ class Operation:
         out_specs = tuple(_spec_at(axis, name) for axis in out_axes)
         return list(
             jax.shard_map(shard, mesh=mesh, in_specs=tuple(in_specs), out_specs=out_specs, check_vma=False)(*args)
+        )
+
+
+_SUPPORTED_FORM = "call it inside jax.shard_map (gdn_jax.sharding.over_devices), or on a mesh with explicit axes"
+
+
+def _refuse_half_manual(public_name: str) -> None:
+    """An error for a call inside a `jax.shard_map` that leaves other axes of its mesh to XLA.
+
+    The devices along a manual axis have rows of their own and leave the loops over tokens at different times. A
+    collective that XLA puts into such a loop then waits for devices that never come.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    automatic = [axis for axis in mesh.auto_axes if mesh.shape[axis] > 1]
+    if mesh.manual_axes and automatic:
+        raise ValueError(
+            f"{public_name}: mesh axis {automatic[0]!r} is automatic inside a jax.shard_map over {mesh.manual_axes}, "
+            "must be manual, too, or explicit"
         )
 
 

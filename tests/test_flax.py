@@ -632,7 +632,7 @@ def test_head_shards_that_fit_no_mesh():
     config = dataclasses.replace(CONFIG, num_key_heads=4, num_value_heads=8)
     with jax.set_mesh(mesh_of(4, AxisType.Explicit)):
         layer = GatedDeltaNet(config, rngs=nnx.Rngs(0), head_shards=2)
-        with pytest.raises(ValueError, match=r"head_shards is 2, must be 1 or 4, the size of the explicit mesh axis"):
+        with pytest.raises(ValueError, match=r"head_shards is 2, must be 1 or 4, the size of the mesh axis"):
             layer(tokens(1, 3))
 
 

@@ -24,6 +24,7 @@ from gdn_jax.flax import hf
 from gdn_jax.flax.cache import GatedDeltaCache, HeldCache
 from gdn_jax.flax.config import GatedDeltaNetConfig
 from gdn_jax.recurrence import Algorithm, Precision
+from gdn_jax.sharding import fused_channel_order
 
 HEAD_AXIS = "heads"
 """The axis in the parameters' sharding metadata; `nnx.logical_axis_rules` maps it to a mesh axis."""
@@ -54,14 +55,16 @@ class GatedDeltaNet(nnx.Module):
         param_dtype: dtype of the parameters, except A_log and dt_bias: one number a head each, kept
             in float32 because the decay is an exponential of an exponential of them.
         head_shards: in how many shards of heads the fused channels of `in_proj_qkv` and `conv_weight` are ordered. 1
-            is the order `[Q | K | V]`. On a mesh with explicit axes, choose the size of the axis that the heads are
-            split over: each device then holds the `[Q | K | V]` of its own heads, and nothing but the sum of the output
-            is communicated; with 1 the fused rows are gathered in every call. `load_hf` and `to_hf` reorder.
+            is the order `[Q | K | V]`. On a mesh, choose the size of the axis that the heads are split over: each
+            device then holds the `[Q | K | V]` of its own heads, and nothing but the sum of the output is communicated;
+            with 1 the fused rows are gathered in every call. An axis that is not explicit is only known as long as its
+            mesh is in force (`jax.set_mesh`). `load_hf` and `to_hf` reorder.
         algorithm, precision, implementation: passed to the operations, see
             `gated_delta_recurrence_fwd`.
 
     Raises:
-        ValueError: head_shards does not divide num_key_heads.
+        ValueError: head_shards does not divide num_key_heads, or the mesh axis that "heads" maps to has a size that
+            does not.
     """
 
     def __init__(
@@ -80,6 +83,13 @@ class GatedDeltaNet(nnx.Module):
         if head_shards < 1 or c.num_key_heads % head_shards:
             raise ValueError(f"head_shards is {head_shards}, must divide num_key_heads = {c.num_key_heads}")
         self.config = c
+        self.head_axis = _head_axis()
+        mesh = jax.sharding.get_abstract_mesh()
+        if self.head_axis in mesh.axis_names and c.num_key_heads % mesh.shape[self.head_axis]:
+            raise ValueError(
+                f"num_key_heads is {c.num_key_heads}, must be a multiple of {mesh.shape[self.head_axis]}, the size of "
+                f"the mesh axis {self.head_axis!r} over which the heads are split"
+            )
         self.dtype = dtype
         self.param_dtype = param_dtype
         self.head_shards = head_shards
@@ -111,9 +121,8 @@ class GatedDeltaNet(nnx.Module):
     def channel_order(self) -> np.ndarray:
         """`[conv_dim]`: which channel of `[Q | K | V]` each stored channel is."""
         c = self.config
-        blocks = np.split(np.arange(c.conv_dim), [c.key_dim, 2 * c.key_dim])
-        by_shard = [block.reshape(self.head_shards, -1) for block in blocks]
-        return np.concatenate(by_shard, axis=1).reshape(-1)
+        geometry = (c.num_key_heads, c.num_value_heads, c.key_head_dim, c.value_head_dim)
+        return fused_channel_order(*geometry, head_shards=self.head_shards)
 
     def init_cache(self, max_slots: int, *, state_dtype: Any = jnp.float32, conv_dtype: Any = None) -> GatedDeltaCache:
         """Pools of zeros for `max_slots` requests.
@@ -439,19 +448,18 @@ class GatedDeltaNet(nnx.Module):
         return self.out_proj(gated, out_sharding=replicated)
 
     def _on_own_heads(self, mix, num_pools):
-        """`mix`, run on an explicit mesh by every device on the heads that it holds.
+        """`mix`, run on a mesh by every device on the heads that it holds.
 
         Its arguments are tokens, decay, beta, weight, the pools, then what has no heads; its results the output and
         the pools.
         """
-        axis = self._explicit_head_axis()
-        if axis is None or self.head_shards == 1:
+        mesh, axis = self._mesh_of_heads()
+        if mesh is None or self.head_shards == 1:
             return mix
-        mesh = jax.typeof(self.A_log.get_value()).sharding.mesh
         if self.head_shards != mesh.shape[axis]:
             raise ValueError(
                 f"GatedDeltaNet: head_shards is {self.head_shards}, must be 1 or {mesh.shape[axis]}, the size of the "
-                f"explicit mesh axis {axis!r} over which the parameters are split"
+                f"mesh axis {axis!r} over which the parameters are split"
             )
         by_head = PartitionSpec(None, axis)
         pools = (by_head,) * num_pools
@@ -480,6 +488,22 @@ class GatedDeltaNet(nnx.Module):
         spec = jax.typeof(self.A_log.get_value()).sharding.spec
         return spec[0] if len(spec) else None
 
+    def _mesh_of_heads(self):
+        """The mesh and its axis that the heads are split over, or `(None, None)`.
+
+        Types say so for an explicit axis. Of an automatic one they say nothing, so the mesh in force must have it.
+        """
+        axis = self._explicit_head_axis()
+        if axis is not None:
+            return jax.typeof(self.A_log.get_value()).sharding.mesh, axis
+        mesh = jax.sharding.get_abstract_mesh()
+        return (mesh, self.head_axis) if self.head_axis in mesh.auto_axes else (None, None)
+
+
+def _head_axis() -> str | None:
+    """What the logical axis rules in force call the mesh axis of the heads."""
+    return dict(spmd.get_logical_axis_rules()).get(HEAD_AXIS, HEAD_AXIS)
+
 
 def _sharded(*axes: str | None) -> dict[str, Any]:
     """Sharding metadata of a parameter.
@@ -487,8 +511,7 @@ def _sharded(*axes: str | None) -> dict[str, Any]:
     Flax shards an annotated parameter as it is created, and refuses to create one outside a mesh.
     This one is only annotated where no mesh has the axis.
     """
-    on_mesh = dict(spmd.get_logical_axis_rules()).get(HEAD_AXIS, HEAD_AXIS)
-    has_axis = on_mesh in jax.sharding.get_abstract_mesh().axis_names
+    has_axis = _head_axis() in jax.sharding.get_abstract_mesh().axis_names
     return {"out_sharding": axes, "eager_sharding": has_axis and nnx.using_eager_sharding()}
 
 
