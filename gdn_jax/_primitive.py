@@ -36,8 +36,8 @@ class Implementation:
         platforms: where it runs; None means everywhere.
         device_kinds: what the name of the device must contain one of; None means any. A program that is lowered where
             no such device is in sight, and that names none, is taken to be for a fitting one.
-        in_place: whether it updates its large arguments through aliases, which XLA must not fuse slices into. XLA cannot
-            split such a kernel over devices either: it would gather the pools for it.
+        in_place: whether it updates its large arguments through aliases, which XLA must not fuse slices into, and
+            which it cannot split over devices: it would gather the pools.
     """
 
     name: str
