@@ -44,6 +44,7 @@ IMPLEMENTATIONS = [
 CHUNKED = [
     pytest.param(("xla", "chunked"), id="xla-chunked"),
     pytest.param(("xla", "chunked"), marks=ON_GPU, id="xla-on-gpu-chunked"),
+    pytest.param(("mosaic_gpu", "chunked"), marks=ON_GPU, id="mosaic_gpu-chunked"),
 ]
 VARIANTS = [
     pytest.param(("scan", "recurrent"), id="scan"),

@@ -53,10 +53,12 @@ def problem(operation, implementation, max_slots, algorithm="recurrent"):
         _, ring, pool = gdn_jax.gated_delta_recurrence_verify_ring(*tokens, pool, ring, rows, rows, OFFSETS, **named)
         return pool, ring
 
-    accepted, full_ring = jnp.array([3, 1, 2, 9], jnp.int32), ring()
+    accepted = jnp.array([3, 1, 2, 9], jnp.int32)
+    # The program holds this ring as a constant: as many rows whatever the pool has.
+    full_ring, ring_rows = jnp.full(HEADS.ring_shape(BATCH, RING_LEN), 0.25), jnp.array([[3, 0, -1, 2]], jnp.int32)
 
     def state_fold(pool):
-        return (gdn_jax.gated_delta_state_fold(pool, full_ring, rows[None], rows[None], accepted, **named),)
+        return (gdn_jax.gated_delta_state_fold(pool, full_ring, rows[None], ring_rows, accepted, **named),)
 
     def conv1d(windows):
         return gdn_jax.gated_delta_conv1d_fwd(x, weight, windows, rows, OFFSETS, bias=bias, activation="silu", **named)[

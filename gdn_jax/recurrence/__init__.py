@@ -12,8 +12,8 @@ Source of the rule: Yang, Kautz, Hatamizadeh, "Gated Delta Networks: Improving M
 chunked form: Yang, Wang, Zhang, Shen, Kim, "Parallelizing Linear Transformers with the Delta Rule over Sequence
 Length" (2024).
 
-`scan.py` is the equations, `xla.py` serves every backend, `mosaic_gpu.py` is a GPU kernel. `mosaic_gpu_chunked.py` is
-not in the table: its outputs for long rows were wrong on a GPU (docs/kernels_chunked.md).
+`scan.py` is the equations, `xla.py` serves every backend, `mosaic_gpu.py` and `mosaic_gpu_chunked.py` are the two GPU
+kernels, token by token and in chunks.
 """
 
 from typing import Literal
@@ -70,6 +70,7 @@ recurrence = Operation(
     public_name="gated_delta_recurrence_fwd",
     out_avals=_out_avals,
     implementations=[
+        hopper_kernel("gdn_jax.recurrence.mosaic_gpu_chunked"),
         hopper_kernel("gdn_jax.recurrence.mosaic_gpu"),
         Implementation("xla", "gdn_jax.recurrence.xla"),
         Implementation("scan", "gdn_jax.recurrence.scan"),
