@@ -169,6 +169,69 @@ def test_a_row_does_not_depend_on_the_batch():
     assert_same_bits(pool[0], pool_alone[0])
 
 
+compiled = jax.jit(recurrence)
+FULL = (16, 32, 128, 128)
+SIZES = {
+    # Members of a union of shared memory are separate buffers when interpreted, so only a GPU shows whether the units
+    # of a CTA keep apart. With more than 264 chunks times key heads, a CTA of the first kernel has three units.
+    "units": {"lengths": [256, 100, 300, 77], "heads": (32, 64, 128, 128), "slots": [2, 0, 3, 1]},
+    "long": {"lengths": [2048], "heads": FULL, "slots": [1]},
+    "one head at a time": {"lengths": [1100], "heads": (16, 48, 128, 128), "slots": [0]},
+    "split": {"lengths": [6205], "heads": (2, 8, 128, 128), "slots": [0]},
+    "many rows": {"lengths": [65] * 40, "heads": (2, 8, 128, 128), "slots": [*range(40)]},
+    "float32": {"lengths": [900, 200], "heads": FULL, "slots": [1, 0], "tokens": "float32"},
+    "wide": {"lengths": [300, 1, 64], "heads": (4, 8, 256, 256), "slots": [1, 7, 0], "tokens": "float16"},
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", SIZES)
+def test_sizes_on_a_gpu(name):
+    args = make(**SIZES[name])
+    check(args, *compiled(*args))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", ["units", "long", "split"])
+def test_slow_decays(size):
+    """The final state depends on every chunk of the row: what is wrong in any of them shows in it."""
+    args = make(**SIZES[size])
+    decay = np.random.default_rng(1).uniform(0.999, 1.0, args[1].shape)
+    args[1] = jnp.asarray(decay, jnp.float32)
+    check(args, *compiled(*args))
+
+
+@pytest.mark.gpu
+def test_chunk_boundaries():
+    for length in (1, 2, 63, 64, 65, 127, 128, 129, 191, 192, 193, 255, 256, 257):
+        args = make([length, 70], (2, 4, 128, 128), [1, 0], extra=3, first=5)
+        check(args, *compiled(*args))
+
+
+@pytest.mark.gpu
+def test_a_row_alone_and_in_a_batch():
+    args = make([512] * 8, FULL, [3, 1, 0, 2, 7, 6, 5, 4])
+    out, pool = compiled(*args)
+    for b in range(8):
+        tokens = slice(512 * b, 512 * (b + 1))
+        alone = [*[x[tokens] for x in args[:3]], args[3], args[4][b : b + 1], jnp.asarray([0, 512]), args[6][:1]]
+        out_alone, pool_alone = compiled(*alone)
+        assert_same_bits(out[tokens], out_alone, f"row {b}")
+        slot = int(args[4][b])
+        assert_same_bits(pool[slot], pool_alone[slot], f"row {b}")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", ["units", "long", "split", "many rows"])
+def test_same_bits_when_repeated(size):
+    args = make(**SIZES[size])
+    first = compiled(*args)
+    for _ in range(200):
+        again = compiled(*args)
+        assert bool(jnp.array_equal(first[0], again[0]))
+        assert bool(jnp.array_equal(first[1], again[1], equal_nan=True))
+
+
 def operands(num_tokens, batch, heads, tokens="bfloat16", pool="float32"):
     nk, nv, key_dim, value_dim = heads
     shape = jax.ShapeDtypeStruct
