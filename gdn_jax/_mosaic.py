@@ -46,6 +46,36 @@ def state_layout(tile: int, vector: int):
     return plgpu.Layout.TILED(tiling, (-6,), (-3, -2), -1)
 
 
+def row_layout(width: int, itemsize: int):
+    """Layout of a block of whole rows as they lie in memory, and the rows that the 4 warps cover in one access.
+
+    A warp covers `32 / lanes` rows of `lanes * vec` columns: the widest vectors first, then as much of a row as fits.
+    At least 8 lanes share a row, so the rows of an access are 4, 8 or 16.
+    """
+    vec = math.gcd(16 // itemsize, width // 8)
+    lanes = math.gcd(32, width // vec)
+    rows = 32 // lanes
+    cols = lanes * vec
+    if rows == 1:
+        layout = plgpu.Layout.TILED(plgpu.Tiling(((4, cols), (vec,))), (-3,), (-2,), -1)
+    else:
+        tiling = plgpu.Tiling(((4 * rows, cols), (rows, cols), (vec,)))
+        layout = plgpu.Layout.TILED(tiling, (-5,), (-3, -2), -1)
+    return layout, 4 * rows
+
+
+def vector_layout(size: int):
+    """One element a thread; threads beyond `size` repeat."""
+    unit = math.gcd(size, 128)
+    lanes = min(unit, 32)
+    warps = unit // lanes
+    repeat_lanes = () if lanes == 32 else (plgpu.Replicated(32 // lanes),)
+    repeat_warps = () if warps == 4 else (plgpu.Replicated(4 // warps),)
+    if warps == 1:
+        return plgpu.Layout.TILED(plgpu.Tiling(((unit,), (1,))), repeat_warps, (*repeat_lanes, -2), -1)
+    return plgpu.Layout.TILED(plgpu.Tiling(((unit,), (lanes,), (1,))), (*repeat_warps, -3), (-2,), -1)
+
+
 def load(ref, layout) -> jax.Array:
     """The contents of `ref` (shared or global memory) in float32."""
     return plgpu.load(ref, layout=layout, optimized=False).astype(jnp.float32)

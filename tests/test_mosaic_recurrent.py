@@ -72,7 +72,8 @@ def test_forward(name):
 
 PLANS = {
     "token by token": forward.Plan(16),
-    "bulk copies": forward.Plan(32, bulk=True),
+    "whole rows of 32": forward.Plan(32, rows=True),
+    "whole rows of 128": forward.Plan(128, rows=True),
     "windows of 4": forward.Plan(16, window=4, warpgroups=2),
     "windows of 16": forward.Plan(32, window=16, warpgroups=1),
 }
@@ -81,7 +82,7 @@ PLANS = {
 @pytest.mark.parametrize("pool", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", PLANS)
 def test_every_plan_takes_every_row(name, pool):
-    heads = (1, 1, 64, 32) if name == "bulk copies" else (1, 2, 16, 32)
+    heads = (1, 1, 64, PLANS[name].tile) if PLANS[name].rows else (1, 2, 16, 32)
     args = make([1, 18, 0, 1, 2, 1], heads, [2, 0, 1, -1, 3, 4], fresh=(4, 5), pool=pool)
     check_forward(args, *run(args, PLANS[name]))
 
@@ -164,6 +165,13 @@ def shapes(num_tokens, batch, heads, *, tokens="bfloat16", pool="float32"):
     )
 
 
+def test_verify_of_single_tokens_lowers():
+    """Many rows of one token: what takes the forward through shared memory must not take the verify there."""
+    args = shapes(128, 128, (16, 32, 128, 128))
+    ring = jax.ShapeDtypeStruct((129, 16, 8, 386), jnp.float32)
+    lowered(verify.verify_ring, (*args[:4], ring, args[4], args[4], *args[5:]))
+
+
 def lowered(function, args):
     donated = [n for n, a in enumerate(args) if len(a.shape) == 4]
     traced = jax.jit(function, donate_argnums=donated).trace(*args)
@@ -204,8 +212,10 @@ def test_shared_memory_suffices(tokens, pool, records):
                 plan = forward.plan_rows(num_tokens, batch, 32, key_dim, value_dim, dtypes, records)
                 if plan.window:
                     assert forward.shared_bytes(plan, key_dim, dtypes, records) <= 232448
-                else:
-                    assert key_dim * plan.tile * 4 + 2 * key_dim * 4 + plan.tile * 4 < 100_000
+                elif plan.rows:
+                    assert not records
+                    # Its sums take 4 to 16 rows of float32, each for the keys and for the queries.
+                    assert key_dim * plan.tile * dtypes[1].itemsize + (2 * key_dim + 32 * plan.tile) * 4 < 60_000
 
 
 @pytest.mark.parametrize(

@@ -27,10 +27,12 @@ from gdn_jax._mosaic import (
     is_row_of,
     load,
     rounded_product,
+    row_layout,
     state_layout,
     store,
     update,
     value_tile,
+    vector_layout,
     zeros,
 )
 
@@ -50,10 +52,16 @@ _SHARED_RESERVED = 4096
 """Enough for what Mosaic adds to the buffers: 2048 bytes for reductions, and barriers."""
 _GROUP = 4
 """Tokens of a window that are computed as straight-line code."""
+_ROWS_PROGRAMS = 512
+"""Programs from which on states travel through shared memory in whole rows."""
+_ROWS_BYTES = 32 * 1024
+"""Size of such a tile: four or five fit on a multiprocessor."""
 _UNROLL = 4
 """Chunks of a state in shared memory that are in registers together."""
-_PIECES = 2
+_PIECES = 4
 """Bulk copies that a tile comes and goes in, if its rows can be cut so."""
+_PAIR = 2 * KEY_LANES
+"""Rows of a state in which each of the running sums of a column gets one product."""
 
 
 def unsupported(
@@ -106,14 +114,14 @@ class Plan:
     Attributes:
         tile: value columns of a program's tile.
         window: tokens that come to shared memory together; 0 if rows go token by token.
-        bulk: with `window` 0, whether the states travel by bulk copies through shared memory.
+        rows: with `window` 0, whether a tile travels by bulk copies through shared memory and is read in whole rows.
         warpgroups: with a window, warpgroups of a thread block, each a program of its own; together they may use all
             registers of a multiprocessor, so their number bounds what the compiler gives to one.
     """
 
     tile: int
     window: int = 0
-    bulk: bool = False
+    rows: bool = False
     warpgroups: int = 3
 
 
@@ -127,7 +135,10 @@ def plan_rows(num_tokens, batch, num_value_heads, key_dim, value_dim, dtypes, re
     while tile > 16 and programs(tile) < _PROGRAMS:
         tile //= 2
     if num_tokens <= batch or num_tokens < 4:
-        return Plan(tile, bulk=programs(tile) > 4 * _PROGRAMS)
+        if records or programs(tile) < _ROWS_PROGRAMS:
+            return Plan(tile)
+        wide = value_tile(value_dim, _ROWS_BYTES // (key_dim * dtypes[1].itemsize))
+        return Plan(wide if programs(wide) >= _ROWS_PROGRAMS else tile, rows=True)
     window = 4 if num_tokens < max(16, 8 * batch) else 16
     most = 1 if window == 16 and programs(tile) <= _MULTIPROCESSORS else 3
     plans = [Plan(tile, window=window, warpgroups=n) for n in range(most, 0, -1)]
@@ -302,8 +313,7 @@ def run_rows(tokens, rows, pool, ring=None, ring_slot_idx=None, *, plan=None, in
     num_tiles = value_dim // tile
     num_programs = batch * num_value_heads * num_tiles
     chunks = [pl.ds(c, KEY_LANES) for c in range(0, key_dim, KEY_LANES)]
-    # Sums go over pairs of chunks.
-    num_pieces = math.gcd(key_dim // (2 * KEY_LANES), _PIECES)
+    num_pieces = math.gcd(key_dim // _PAIR, _PIECES)
     one_key = KeyVectors(key_dim)
 
     class Tile:
@@ -341,6 +351,56 @@ def run_rows(tokens, rows, pool, ring=None, ring_slot_idx=None, *, plan=None, in
             state = updated() if needed is None else lax.cond(needed, updated, lambda: state)
             return state, out, factor
 
+    class Rows:
+        """A tile in whole rows, as memory has them: neighbouring lanes side by side, no bank of shared memory twice.
+
+        The rows of a column are then spread over warps. Each thread's running sums are those of `Tile`, and
+        `finish` adds them up in the order of its exchanges.
+        """
+
+        def __init__(self, width):
+            self.width = width
+            self.layout, rows = row_layout(width, pool.dtype.itemsize)
+            self.unit = max(rows, KEY_LANES)
+            self.key_layout, self.factor_layout = self.layout.reduce(1), self.layout.reduce(0)
+            self.value_layout = vector_layout(width)
+
+        def load(self, refs):
+            return [load(ref, self.layout) for ref in refs]
+
+        def load_keys(self, refs):
+            return [along_values(load(ref, self.key_layout), self.width, self.layout) for ref in refs]
+
+        def no_sums(self):
+            return (tuple(zeros((self.unit, self.width), self.layout) for _ in range(_PAIR // self.unit)),) * 2
+
+        def add_products(self, totals, state, keys, queries):
+            """As the function of this name; even and odd chunks may be the two halves of one `unit`."""
+            key_totals, query_totals = map(list, totals)
+            for i, s in enumerate(state):
+                key_totals[i % len(key_totals)] += s * keys[i]
+                query_totals[i % len(query_totals)] += s * queries[i]
+            return tuple(key_totals), tuple(query_totals)
+
+        def finish(self, totals, partial_s):
+            """`S^T k` and `S^T q`, a column a thread, by way of shared memory."""
+            for which, parts in enumerate(totals):
+                store(partial_s.at[which], sum(parts[1:], start=parts[0]))
+            plgpu.commit_smem()
+            sums = []
+            for which in range(2):
+                lanes = [load(partial_s.at[which, i], self.value_layout) for i in range(self.unit)]
+                if self.unit == _PAIR:
+                    lanes = [even + odd for even, odd in zip(lanes[:KEY_LANES], lanes[KEY_LANES:], strict=True)]
+                while len(lanes) > 1:
+                    lanes = [a + b for a, b in zip(lanes[::2], lanes[1::2], strict=True)]
+                sums += lanes
+            return sums
+
+        def update(self, state, keys, factor, decay):
+            """`factor` is repeated over the rows already."""
+            return [update(s, k, factor, decay) for s, k in zip(state, keys, strict=True)]
+
     whole = Tile(tile)
 
     def where(i):
@@ -372,9 +432,10 @@ def run_rows(tokens, rows, pool, ring=None, ring_slot_idx=None, *, plan=None, in
     def direct(qkv_g, decay_g, beta_g, slot_g, offset_g, has_g, *refs):
         """A tile a program, rows token by token."""
         if ring is None:
-            pool_g, out_g, keys_s, queries_s, *scratch = refs
+            pool_g, out_g, token_s, *scratch = refs
         else:
-            ring_slot_g, pool_g, ring_g, out_g, keys_s, queries_s, *scratch = refs
+            ring_slot_g, pool_g, ring_g, out_g, token_s, *scratch = refs
+        keys_s, queries_s = (token_s.at[i, pl.ds(0, key_dim)] for i in range(2))
         b, h, v0 = where(lax.axis_index("block"))
         slot = slot_g[b]
         start, end = row_bounds(offset_g, b, num_tokens)
@@ -418,94 +479,90 @@ def run_rows(tokens, rows, pool, ring=None, ring_slot_idx=None, *, plan=None, in
                 for ref, s in zip(state_g, state, strict=True):
                     store(ref, s)
 
-        def bulk():
+        def whole_rows():
             """One token: two passes over the tile in shared memory, so that few registers hold many programs.
 
             The tile comes and goes in pieces, the first of which are read and sent home before the last are.
             """
-            state_s, arrived = scratch
+            partial_s, state_s, arrived = scratch
+            part = Rows(tile)
             columns = pl.ds(v0, tile)
             size = key_dim // num_pieces
             pieces = [pl.ds(i * size, size) for i in range(num_pieces)]
-            unroll = math.gcd(size // KEY_LANES, _UNROLL)
-            rounds = size // KEY_LANES // unroll
-            for i, piece in enumerate(pieces):
-                plgpu.copy_gmem_to_smem(pool_g.at[slot, h, piece, columns], state_s.at[piece], arrived.at[i])
-            has_state = has_g[b]
-
-            def arrive(i):
-                plgpu.barrier_wait(arrived.at[i])
-
-                @pl.when(jnp.logical_not(has_state))
-                def _():
-                    # Every lane clears what it reads itself.
-                    for c in chunks[i * size // KEY_LANES : (i + 1) * size // KEY_LANES]:
-                        store(state_s.at[c], zeros((KEY_LANES, tile), whole.layout))
-
-            def send(piece):
-                plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(state_s.at[piece], pool_g.at[slot, h, piece, columns])
+            unroll = math.gcd(size // _PAIR, _UNROLL) * (_PAIR // part.unit)
+            rounds = size // part.unit // unroll
 
             @pl.when(end - start == 1)
             def _():
+                for i, piece in enumerate(pieces):
+                    plgpu.copy_gmem_to_smem(pool_g.at[slot, h, piece, columns], state_s.at[piece], arrived.at[i])
+                has_state = has_g[b]
+                value = load(qkv_g.at[start, pl.ds(value_at + v0, tile)], part.value_layout)
                 gates = stage_token(qkv_g, decay_g, beta_g, start, h, keys_s, queries_s)
-                value = load(qkv_g.at[start, pl.ds(value_at + v0, tile)], whole.value_layout)
 
                 def some(i, r):
                     first = (i * rounds + r) * unroll
-                    return [pl.ds((first + u) * KEY_LANES, KEY_LANES) for u in range(unroll)]
+                    return [pl.ds((first + u) * part.unit, part.unit) for u in range(unroll)]
 
-                sums = whole.no_sums()
+                sums = part.no_sums()
                 for i in range(num_pieces):
+                    plgpu.barrier_wait(arrived.at[i])
+
+                    @pl.when(jnp.logical_not(has_state))
+                    def _(i=i):
+                        # Every lane clears what it reads itself.
+                        for r in range(rounds):
+                            for c in some(i, r):
+                                store(state_s.at[c], zeros((part.unit, tile), part.layout))
 
                     def read(r, sums, i=i):
                         at = some(i, r)
-                        return add_products(
+                        return part.add_products(
                             sums,
-                            whole.load([state_s.at[c] for c in at]),
-                            whole.load_keys([keys_s.at[c] for c in at]),
-                            whole.load_keys([queries_s.at[c] for c in at]),
+                            part.load([state_s.at[c] for c in at]),
+                            part.load_keys([keys_s.at[c] for c in at]),
+                            part.load_keys([queries_s.at[c] for c in at]),
                         )
 
-                    arrive(i)
                     sums = lax.fori_loop(0, rounds, read, sums)
-                out, factor = token_output(finish_sums(sums), value, gates)
+                out, factor = token_output(part.finish(sums, partial_s), value, gates)
+                # The query has been read by all.
+                factor_s = token_s.at[1, pl.ds(0, tile)]
+                store(factor_s, factor)
                 store(out_g.at[start, out_columns], out)
+                plgpu.commit_smem()
+                spread = along_keys(load(factor_s, part.factor_layout), part.unit, part.layout)
                 for i, piece in enumerate(pieces):
 
                     def write(r, _, i=i):
                         at = some(i, r)
                         refs = [state_s.at[c] for c in at]
-                        keys = whole.load_keys([keys_s.at[c] for c in at])
-                        state = whole.update(whole.load(refs), keys, factor, gates[0])
+                        keys = part.load_keys([keys_s.at[c] for c in at])
+                        state = part.update(part.load(refs), keys, spread, gates[0])
                         for ref, s in zip(refs, state, strict=True):
                             store(ref, s)
                         return 0
 
                     lax.fori_loop(0, rounds, write, 0)
-                    send(piece)
+                    plgpu.commit_smem()
+                    plgpu.copy_smem_to_gmem(state_s.at[piece], pool_g.at[slot, h, piece, columns])
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
             @pl.when(end - start > 1)
             def _():
-                for i in range(num_pieces):
-                    arrive(i)
-                plgpu.commit_smem()
                 narrow = Tile(16)
 
                 def slab(j, _):
-                    refs = [state_s.at[c, pl.ds(j * 16, 16)] for c in chunks]
-                    state = by_token(narrow, narrow.load(refs), j * 16)
+                    refs = [pool_g.at[slot, h, c, pl.ds(v0 + j * 16, 16)] for c in chunks]
+                    state = lax.cond(has_g[b], lambda: narrow.load(refs), lambda: narrow.zeros(len(chunks)))
+                    state = by_token(narrow, state, j * 16)
                     for ref, s in zip(refs, state, strict=True):
                         store(ref, s)
                     return 0
 
                 lax.fori_loop(0, tile // 16, slab, 0)
-                for piece in pieces:
-                    send(piece)
 
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-        pl.when(live & (end > start))(bulk if plan.bulk else plain)
+        pl.when(live & (end > start))(whole_rows if plan.rows else plain)
 
         @pl.when(jnp.logical_not(live))
         def _():
@@ -712,11 +769,15 @@ def run_rows(tokens, rows, pool, ring=None, ring_slot_idx=None, *, plan=None, in
         ]
         threads = {"num_threads": plan.warpgroups, "thread_name": "warpgroup"}
     else:
-        scratch = [plgpu.SMEM((key_dim,), f32), plgpu.SMEM((key_dim,), f32)]
+        scratch = [plgpu.SMEM((2, max(key_dim, tile)), f32)]
         if ring is not None:
             scratch.append(plgpu.SMEM((tile,), f32))
-        if plan.bulk:
-            scratch += [plgpu.SMEM((key_dim, tile), pool.dtype), plgpu.Barrier(num_barriers=num_pieces)]
+        if plan.rows:
+            scratch += [
+                plgpu.SMEM((2, Rows(tile).unit, tile), f32),
+                plgpu.SMEM((key_dim, tile), pool.dtype),
+                plgpu.Barrier(num_barriers=num_pieces),
+            ]
         threads = {}
     kernel = plgpu.kernel(
         streamed if window else direct,

@@ -6,7 +6,6 @@ shared memory in pieces while the records of the request are fetched; each piece
 rows at a time, as soon as it is there, and a bulk copy takes it home while the next one is folded.
 """
 
-import math
 
 import jax
 import jax.numpy as jnp
@@ -20,12 +19,13 @@ from gdn_jax._mosaic import (
     compiler_params,
     is_row_of,
     load,
+    row_layout,
     store,
     update,
+    vector_layout,
     zeros,
 )
 
-_THREADS = 128
 _BLOCK_ELEMENTS = 16384
 _PROGRAM_BYTES = 75776
 """Shared memory of one program that leaves room for three on a multiprocessor."""
@@ -54,35 +54,6 @@ def unsupported(recurrent_state, ring, row_ids, ring_row_ids, num_accepted, has_
     return None
 
 
-def _state_layout(value_head_dim, itemsize):
-    """Layout of a state block and the number of rows that the 4 warps cover in one access.
-
-    A warp covers `32 / lanes` rows of `lanes * vec` columns: the widest vectors first, then as much of a row as fits.
-    """
-    vec = math.gcd(16 // itemsize, value_head_dim // 8)
-    lanes = math.gcd(32, value_head_dim // vec)
-    rows = 32 // lanes
-    cols = lanes * vec
-    if rows == 1:
-        layout = plgpu.Layout.TILED(plgpu.Tiling(((4, cols), (vec,))), (-3,), (-2,), -1)
-    else:
-        tiling = plgpu.Tiling(((4 * rows, cols), (rows, cols), (vec,)))
-        layout = plgpu.Layout.TILED(tiling, (-5,), (-3, -2), -1)
-    return layout, 4 * rows
-
-
-def _vector_layout(size):
-    """One element a thread; threads beyond `size` repeat."""
-    unit = math.gcd(size, _THREADS)
-    lanes = min(unit, 32)
-    warps = unit // lanes
-    repeat_lanes = () if lanes == 32 else (plgpu.Replicated(32 // lanes),)
-    repeat_warps = () if warps == 4 else (plgpu.Replicated(4 // warps),)
-    if warps == 1:
-        return plgpu.Layout.TILED(plgpu.Tiling(((unit,), (1,))), repeat_warps, (*repeat_lanes, -2), -1)
-    return plgpu.Layout.TILED(plgpu.Tiling(((unit,), (lanes,), (1,))), (*repeat_warps, -3), (-2,), -1)
-
-
 def _rows_within(rows, unit, limit):
     """The largest multiple of `unit` that divides `rows` and is at most `limit`, or `unit`."""
     fitting = [n for n in range(unit, min(rows, limit) + 1, unit) if rows % n == 0]
@@ -107,11 +78,11 @@ def state_fold(recurrent_state, ring, row_ids, ring_row_ids, num_accepted, has_i
     group = num_value_heads // num_key_heads
     itemsize = recurrent_state.dtype.itemsize
 
-    layout, unit = _state_layout(value_dim, itemsize)
+    layout, unit = row_layout(value_dim, itemsize)
     rows, piece, chunk = _geometry(key_dim, value_dim, ring_len, itemsize, unit)
     num_blocks, num_pieces = key_dim // rows, rows // piece
     key_layout, delta_layout = layout.reduce(1), layout.reduce(0)
-    key_copy, delta_copy = _vector_layout(rows), _vector_layout(value_dim)
+    key_copy, delta_copy = vector_layout(rows), vector_layout(value_dim)
     in_flight = min(_RECORDS_IN_FLIGHT, ring_len)
 
     def body(
