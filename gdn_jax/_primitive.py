@@ -10,6 +10,7 @@ platforms and takes the best implementation on each. A new backend is one more r
 
 import functools
 import importlib
+import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, xla
 from jax.sharding import PartitionSpec
 
-from gdn_jax._compat import automatic_devices, device_kind, strip_varying_axes, varying_axes
+from gdn_jax._compat import automatic_devices, device_kind, has_local_device, strip_varying_axes, varying_axes
 
 IMPLEMENTATIONS = ("mosaic_gpu", "triton", "xla", "scan")
 _PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
@@ -38,6 +39,8 @@ class Implementation:
             no such device is in sight, and that names none, is taken to be for a fitting one.
         in_place: whether it updates its large arguments through aliases, which XLA must not fuse slices into, and
             which it cannot split over devices: it would gather the pools.
+        package: what must be installed for its module to be imported, as it is named when imported and by pip.
+        compiles_for_local_device: whether it can be lowered only where a device of the platform is in sight.
     """
 
     name: str
@@ -45,6 +48,8 @@ class Implementation:
     platforms: tuple[str, ...] | None = None
     device_kinds: tuple[str, ...] | None = None
     in_place: bool = False
+    package: tuple[str, str] | None = None
+    compiles_for_local_device: bool = False
 
     def unsupported(self, platform: str | None, avals, params) -> str | None:
         """Why this row cannot serve a call, or None. `platform` None asks about the call alone."""
@@ -54,12 +59,28 @@ class Implementation:
             kind = device_kind(platform)
             if kind is not None and not any(name in kind for name in self.device_kinds):
                 return f"is built for {', '.join(self.device_kinds)}, and this program is for an {kind}"
+        if platform is not None and self.compiles_for_local_device and not has_local_device(platform):
+            return f"is compiled for the GPU that is in sight, and there is none for {platform}"
+        if self.package is not None and importlib.util.find_spec(self.package[0]) is None:
+            return f"needs {self.package[1]}, which is not installed: pip install {self.package[1]}"
         return importlib.import_module(self.module).unsupported(*avals, **params)
 
 
 def hopper_kernel(module: str) -> Implementation:
     """The row of a kernel in Pallas Mosaic GPU, which is compiled and tested for Hopper."""
     return Implementation("mosaic_gpu", module, ("cuda",), ("H100", "H200", "H800", "H20", "GH200"), in_place=True)
+
+
+def triton_kernel(module: str) -> Implementation:
+    """The row of a kernel in Triton, called through jax-triton."""
+    return Implementation(
+        "triton",
+        module,
+        ("cuda", "rocm"),
+        in_place=True,
+        package=("jax_triton", "jax-triton"),
+        compiles_for_local_device=True,
+    )
 
 
 class Operation:

@@ -24,6 +24,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("markexpr") != "gpu":
         # A machine with CUDA libraries but no GPU would otherwise try, and warn.
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
+        # Triton decides when it is imported whether its kernels are compiled or interpreted.
+        os.environ.setdefault("TRITON_INTERPRET", "1")
     config.addinivalue_line("markers", "gpu: needs a GPU; run with `pytest -m gpu`")
 
 
@@ -38,6 +40,7 @@ IMPLEMENTATIONS = [
     pytest.param("xla", id="xla"),
     pytest.param("xla", marks=ON_GPU, id="xla-on-gpu"),
     pytest.param("mosaic_gpu", marks=ON_GPU, id="mosaic_gpu"),
+    pytest.param("triton", marks=ON_GPU, id="triton"),
 ]
 
 # ``scan`` is the equations token by token and has no chunked form.
@@ -45,12 +48,14 @@ CHUNKED = [
     pytest.param(("xla", "chunked"), id="xla-chunked"),
     pytest.param(("xla", "chunked"), marks=ON_GPU, id="xla-on-gpu-chunked"),
     pytest.param(("mosaic_gpu", "chunked"), marks=ON_GPU, id="mosaic_gpu-chunked"),
+    pytest.param(("triton", "chunked"), marks=ON_GPU, id="triton-chunked"),
 ]
 VARIANTS = [
     pytest.param(("scan", "recurrent"), id="scan"),
     pytest.param(("xla", "recurrent"), id="xla-recurrent"),
     pytest.param(("xla", "recurrent"), marks=ON_GPU, id="xla-on-gpu-recurrent"),
     pytest.param(("mosaic_gpu", "recurrent"), marks=ON_GPU, id="mosaic_gpu-recurrent"),
+    pytest.param(("triton", "recurrent"), marks=ON_GPU, id="triton-recurrent"),
     *CHUNKED,
 ]
 

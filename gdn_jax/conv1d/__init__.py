@@ -12,7 +12,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from gdn_jax._checks import FLOATS, Arguments
-from gdn_jax._primitive import Implementation, Operation, hopper_kernel
+from gdn_jax._primitive import Implementation, Operation, hopper_kernel, triton_kernel
 from gdn_jax._ragged import fold_rows, fold_slots
 from gdn_jax.conv1d.xla import differentiable_conv1d
 
@@ -59,6 +59,7 @@ conv1d = Operation(
     out_avals=_out_avals,
     implementations=[
         hopper_kernel("gdn_jax.conv1d.mosaic_gpu"),
+        triton_kernel("gdn_jax.conv1d.triton"),
         Implementation("xla", "gdn_jax.conv1d.xla"),
         Implementation("scan", "gdn_jax.conv1d.scan"),
     ],

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from gdn_jax._checks import FLOATS, Arguments
-from gdn_jax._primitive import Implementation, Operation, hopper_kernel
+from gdn_jax._primitive import Implementation, Operation, hopper_kernel, triton_kernel
 from gdn_jax._ragged import fold_rows, fold_slots
 from gdn_jax.recurrence.xla import differentiable_recurrence
 
@@ -72,6 +72,7 @@ recurrence = Operation(
     implementations=[
         hopper_kernel("gdn_jax.recurrence.mosaic_gpu_chunked"),
         hopper_kernel("gdn_jax.recurrence.mosaic_gpu"),
+        triton_kernel("gdn_jax.recurrence.triton"),
         Implementation("xla", "gdn_jax.recurrence.xla"),
         Implementation("scan", "gdn_jax.recurrence.scan"),
     ],

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from gdn_jax._checks import FLOATS, Arguments
-from gdn_jax._primitive import Implementation, Operation, hopper_kernel
+from gdn_jax._primitive import Implementation, Operation, hopper_kernel, triton_kernel
 from gdn_jax._ragged import fold_slots
 from gdn_jax.state_fold.xla import differentiable_state_fold
 from gdn_jax.verify_ring import RING_DIMS, RING_DTYPES, check_record_stride
@@ -39,6 +39,7 @@ state_fold = Operation(
     out_avals=lambda state, *_: [state.update(weak_type=False)],
     implementations=[
         hopper_kernel("gdn_jax.state_fold.mosaic_gpu"),
+        triton_kernel("gdn_jax.state_fold.triton"),
         Implementation("xla", "gdn_jax.state_fold.xla"),
         Implementation("scan", "gdn_jax.state_fold.scan"),
     ],

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from gdn_jax._checks import Arguments
-from gdn_jax._primitive import Implementation, Operation, hopper_kernel
+from gdn_jax._primitive import Implementation, Operation, hopper_kernel, triton_kernel
 from gdn_jax._ragged import fold_rows, fold_slots
 from gdn_jax.recurrence import empty_output, own_heads, token_operands
 from gdn_jax.verify_ring.xla import differentiable_verify_ring
@@ -91,6 +91,7 @@ verify_ring = Operation(
     out_avals=_out_avals,
     implementations=[
         hopper_kernel("gdn_jax.verify_ring.mosaic_gpu"),
+        triton_kernel("gdn_jax.verify_ring.triton"),
         Implementation("xla", "gdn_jax.verify_ring.xla"),
         Implementation("scan", "gdn_jax.verify_ring.scan"),
     ],

@@ -1,0 +1,201 @@
+"""What the Triton kernels of this package share: rows, padding, and the token step.
+
+Head dims need not be powers of two: tiles are, and what lies past a head is masked. A kernel's tile and warps follow
+from head dims and dtypes alone, never from the batch, so that the order of every sum does too; products are never
+contracted into sums (see `gdn_jax._compat.triton_call`), except where `tl.fma` says so. Together that makes the
+recurrence, the verify and the fold agree bit for bit.
+"""
+
+import triton  # pyright: ignore[reportMissingImports]
+import triton.language as tl  # pyright: ignore[reportMissingImports]
+
+EPS = tl.constexpr(1e-6)
+ZERO_CHUNK = tl.constexpr(16)
+"""Tokens whose cover by rows one program looks at together."""
+MAX_HEAD_DIM = 256
+
+
+def unsupported_head_dims(key_head_dim: int, value_head_dim: int) -> str | None:
+    for name, dim in (("key_head_dim", key_head_dim), ("value_head_dim", value_head_dim)):
+        if dim > MAX_HEAD_DIM:
+            return f"triton serves head dims up to {MAX_HEAD_DIM}; {name} is {dim}"
+    return None
+
+
+def state_tile(key_head_dim: int, value_head_dim: int) -> tuple[int, int, int]:
+    """Padded key rows, value columns and warps of the programs that go token by token: 64 elements a thread."""
+    rows = triton.next_power_of_2(key_head_dim)
+    columns = min(triton.next_power_of_2(value_head_dim), 64)
+    return rows, columns, max(rows * columns // (64 * 32), 1)
+
+
+@triton.jit
+def sum_of_two(a0, b0, a1, b1):
+    return a0 + a1, b0 + b1
+
+
+@triton.jit
+def sum_of_three(a0, b0, c0, a1, b1, c1):
+    return a0 + a1, b0 + b1, c0 + c1
+
+
+@triton.jit
+def product(a, b):
+    return a * b
+
+
+@triton.jit
+def row_of(slot_idx, offsets, b, T, MAX_SLOTS):
+    """Slot (64-bit), first token, end, and whether the slot is one of the pool's."""
+    slot = tl.load(slot_idx + b)
+    start = tl.minimum(tl.maximum(tl.load(offsets + b), 0), T)
+    end = tl.minimum(tl.maximum(tl.load(offsets + b + 1), start), T)
+    return tl.cast(slot, tl.int64), start, end, (slot >= 0) & (slot < MAX_SLOTS)
+
+
+@triton.jit
+def load_float(pointers, mask):
+    return tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def zero_tokens(out, start, end, columns, column_mask, STRIDE: tl.constexpr):
+    for first in range(start, end, ZERO_CHUNK):
+        tokens = first + tl.arange(0, ZERO_CHUNK)
+        at = tl.cast(tokens, tl.int64)[:, None] * STRIDE + columns[None, :]
+        tl.store(out + at, tl.zeros_like(at).to(out.dtype.element_ty), (tokens < end)[:, None] & column_mask[None, :])
+
+
+@triton.jit
+def zero_uncovered(offsets, out, columns, column_mask, b, B, T, STRIDE: tl.constexpr):
+    """Zeroes the tokens of no row among the chunks `b, b + B, ..` of the token array.
+
+    If the offsets begin at the first token and end at the last, every token lies in a row, however they run between;
+    the search is for the other case.
+    """
+    if (tl.load(offsets) > 0) | (tl.load(offsets + B) < T):
+        for first in range(b * ZERO_CHUNK, T, B * ZERO_CHUNK):
+            tokens = first + tl.arange(0, ZERO_CHUNK)
+            bare = tokens < T
+            for row in range(B):
+                bare = bare & ((tokens < tl.load(offsets + row)) | (tokens >= tl.load(offsets + row + 1)))
+            at = tl.cast(tokens, tl.int64)[:, None] * STRIDE + columns[None, :]
+            tl.store(out + at, tl.zeros_like(at).to(out.dtype.element_ty), bare[:, None] & column_mask[None, :])
+
+
+@triton.jit
+def last_row_with(offsets, tokens, B, ROWS: tl.constexpr):
+    """The last row that holds each token, -1 if none does. Looks at ROWS rows together."""
+    owner = tl.full(tokens.shape, -1, tl.int32)
+    for first in range(0, B, ROWS):
+        rows = first + tl.arange(0, ROWS)
+        start = tl.load(offsets + rows, mask=rows < B, other=0)
+        end = tl.load(offsets + rows + 1, mask=rows < B, other=0)
+        holds = (tokens[:, None] >= start[None, :]) & (tokens[:, None] < end[None, :])
+        owner = tl.maximum(owner, tl.max(tl.where(holds, rows[None, :], -1), 1))
+    return owner
+
+
+@triton.jit
+def update(state, key, factor, decay):
+    """`fma(key, factor^T, state * decay)`: with exactly these two roundings, the forward and the fold round alike."""
+    scaled = state * decay
+    key = tl.broadcast_to(key[:, None], state.shape)
+    factor = tl.broadcast_to(factor[None, :], state.shape)
+    return tl.fma(key, factor, scaled)
+
+
+@triton.jit
+def token_output(state, key, query, value, decay, beta, SCALE: tl.constexpr):
+    """One token over a tile of a state: the output, and what the raw key is multiplied by in the update.
+
+    Both sums over the state, with the key and with the query, are taken of the old one, in one sweep:
+
+        S'^T q = decay * S^T q + (k . q) * factor        where        S' = decay * S + k factor^T
+    """
+    key_square, query_square, key_query = tl.reduce((key * key, query * query, key * query), 0, sum_of_three)
+    key_scale = tl.math.rsqrt(key_square + EPS)
+    query_scale = tl.math.rsqrt(query_square + EPS) * SCALE
+    against_key, against_query = tl.reduce((state * key[:, None], state * query[:, None]), 0, sum_of_two)
+    factor = (value - against_key * (decay * key_scale)) * (beta * key_scale)
+    return (against_query * decay + key_query * factor) * query_scale, factor
+
+
+@triton.jit
+def load_token(
+    qkv, decay, beta, t, h, key_index, value_index,
+    NK: tl.constexpr, NV: tl.constexpr, KD: tl.constexpr, VD: tl.constexpr,
+):  # fmt: skip
+    """Key, query, value (a tile of them), decay and beta of value head h for one token, in float32."""
+    hk = h // (NV // NK)
+    at = qkv + tl.cast(t, tl.int64) * (2 * NK * KD + NV * VD)
+    key = load_float(at + (NK + hk) * KD + key_index, key_index < KD)
+    query = load_float(at + hk * KD + key_index, key_index < KD)
+    value = load_float(at + 2 * NK * KD + h * VD + value_index, value_index < VD)
+    gate = tl.cast(t, tl.int64) * NV + h
+    return key, query, value, tl.load(decay + gate), tl.load(beta + gate)
+
+
+@triton.jit
+def run_row(
+    qkv, decay, beta, slot_idx, offsets, has_initial_state, pool, out, ring, ring_slot_idx,
+    T, B, MAX_SLOTS, RING_ROWS, NK: tl.constexpr, NV: tl.constexpr, KD: tl.constexpr, VD: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, SCALE: tl.constexpr, AHEAD: tl.constexpr, RING_LEN: tl.constexpr,
+    STRIDE: tl.constexpr,
+):  # fmt: skip
+    """Takes one tile of one state through the tokens of its row.
+
+    RING_LEN -1 is the forward. Otherwise rows of at most RING_LEN tokens leave the pool alone and write one record a
+    token and key head. With AHEAD, a token is loaded while the one before it is computed: which costs registers, and so
+    programs in flight, that rows of one token have a better use for.
+    """
+    TILES: tl.constexpr = (VD + COLUMNS - 1) // COLUMNS
+    program = tl.program_id(0)
+    v0 = program % TILES * COLUMNS
+    h = program // TILES % NV
+    b = program // (TILES * NV)
+    slot, start, end, live = row_of(slot_idx, offsets, b, T, MAX_SLOTS)
+    key_index = tl.arange(0, ROWS)
+    value_index = v0 + tl.arange(0, COLUMNS)
+    out_columns = h * VD + value_index
+    if live & (end > start):
+        state_at = pool + (slot * NV + h) * (KD * VD) + key_index[:, None] * VD + value_index[None, :]
+        inside = (key_index < KD)[:, None] & (value_index < VD)[None, :]
+        has_state = tl.load(has_initial_state + b) != 0
+        state = load_float(state_at, inside & has_state)
+        needed = end - start > RING_LEN
+        if RING_LEN >= 0:
+            ring_slot = tl.load(ring_slot_idx + b)
+            records = (ring_slot >= 0) & (ring_slot < RING_ROWS) & (needed == 0)
+            GROUP: tl.constexpr = NV // NK
+            record_at = ring + (tl.cast(ring_slot, tl.int64) * NK + h // GROUP) * (RING_LEN * STRIDE)
+            member = h % GROUP
+        token = load_token(qkv, decay, beta, start, h, key_index, value_index, NK, NV, KD, VD)
+        for t in range(start, end):
+            key, query, value, d, bt = token
+            if AHEAD:
+                token = load_token(
+                    qkv, decay, beta, tl.minimum(t + 1, end - 1), h, key_index, value_index, NK, NV, KD, VD
+                )
+            o, factor = token_output(state, key, query, value, d, bt, SCALE)
+            # After the last token of a verify nothing asks for the state.
+            if needed | (t + 1 < end):
+                state = update(state, key, factor, d)
+            out_at = out + tl.cast(t, tl.int64) * (NV * VD) + out_columns
+            tl.store(out_at, o.to(out.dtype.element_ty), mask=value_index < VD)
+            if RING_LEN >= 0:
+                to = record_at + (t - start) * STRIDE
+                tl.store(
+                    to + KD + member * VD + value_index, factor.to(ring.dtype.element_ty), (value_index < VD) & records
+                )
+                first = records & (v0 == 0)
+                tl.store(to + KD + GROUP * VD + member, d.to(ring.dtype.element_ty), first)
+                tl.store(to + key_index, key.to(ring.dtype.element_ty), (key_index < KD) & first & (member == 0))
+            if not AHEAD:
+                token = load_token(
+                    qkv, decay, beta, tl.minimum(t + 1, end - 1), h, key_index, value_index, NK, NV, KD, VD
+                )
+        tl.store(state_at, state.to(pool.dtype.element_ty), inside & needed)
+    if not live:
+        zero_tokens(out, start, end, out_columns, value_index < VD, NV * VD)
+    zero_uncovered(offsets, out, out_columns, value_index < VD, b, B, T, NV * VD)

@@ -1,0 +1,84 @@
+"""The recurrence in Triton, called through jax-triton: for GPUs that the Mosaic GPU kernels do not serve.
+
+Token by token, each program takes one tile of a state through its row; in chunks, see `triton_chunked.py`.
+"""
+
+# What Triton compiles is not typed as Python is.
+# pyright: reportArgumentType=false
+
+import jax
+
+from gdn_jax._compat import triton_call
+from gdn_jax._triton import run_row, state_tile, tl, triton, unsupported_head_dims
+from gdn_jax.recurrence import triton_chunked
+
+
+@triton.jit
+def forward_kernel(
+    qkv, decay, beta, slot_idx, offsets, has_initial_state, T, B, MAX_SLOTS, pool, out,
+    pool_again: tl.constexpr, NK: tl.constexpr, NV: tl.constexpr, KD: tl.constexpr,
+    VD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SCALE: tl.constexpr,
+    AHEAD: tl.constexpr,
+):  # fmt: skip
+    run_row(
+        qkv, decay, beta, slot_idx, offsets, has_initial_state, pool, out, None, None, T, B, MAX_SLOTS, 0, NK, NV, KD,
+        VD, ROWS, COLUMNS, SCALE, AHEAD, -1, 0,
+    )  # fmt: skip
+
+
+def unsupported(
+    qkv, decay, beta, recurrent_state, slot_idx, input_row_offsets, has_initial_state, *, algorithm, precision
+) -> str | None:
+    """One sentence saying why this backend cannot serve the call, None when it can."""
+    del decay, beta, slot_idx, input_row_offsets, has_initial_state, precision
+    reason = unsupported_head_dims(*recurrent_state.shape[2:])
+    if reason is None and algorithm == "chunked":
+        return triton_chunked.unsupported(qkv, recurrent_state)
+    return reason
+
+
+def recurrence(
+    qkv,
+    decay,
+    beta,
+    recurrent_state,
+    slot_idx,
+    input_row_offsets,
+    has_initial_state,
+    *,
+    algorithm,
+    precision,
+    compute_capability=None,
+):
+    """See `gdn_jax.gated_delta_recurrence_fwd`."""
+    del precision  # float32 tokens keep to the budget of "highest" in either form
+    operands = (qkv, decay, beta, slot_idx, input_row_offsets, has_initial_state)
+    long_rows = qkv.shape[0] >= triton_chunked.CHUNKED_FROM * slot_idx.shape[0]
+    in_chunks = algorithm == "auto" and long_rows and triton_chunked.unsupported(qkv, recurrent_state) is None
+    if algorithm == "chunked" or in_chunks:
+        return triton_chunked.recurrence(operands, recurrent_state, compute_capability)
+    sizes = head_sizes(qkv, recurrent_state)
+    rows, columns, num_warps = state_tile(sizes["KD"], sizes["VD"])
+    out = jax.ShapeDtypeStruct((qkv.shape[0], sizes["NV"] * sizes["VD"]), qkv.dtype)
+    (out,), (pool,) = triton_call(
+        forward_kernel,
+        [*operands, qkv.shape[0], slot_idx.shape[0], recurrent_state.shape[0]],
+        [recurrent_state],
+        [out],
+        grid=(slot_idx.shape[0] * sizes["NV"] * triton.cdiv(sizes["VD"], columns),),
+        num_warps=num_warps,
+        num_stages=1,
+        compute_capability=compute_capability,
+        ROWS=rows,
+        COLUMNS=columns,
+        SCALE=sizes["KD"] ** -0.5,
+        AHEAD=qkv.shape[0] > slot_idx.shape[0],
+        **sizes,
+    )
+    return out, pool
+
+
+def head_sizes(qkv, recurrent_state) -> dict[str, int]:
+    """Numbers of key and value heads, and their dims, as the kernels name them."""
+    _, nv, kd, vd = recurrent_state.shape
+    return {"NK": (qkv.shape[1] - nv * vd) // (2 * kd), "NV": nv, "KD": kd, "VD": vd}

@@ -1,0 +1,237 @@
+"""The chunked gated delta rule in Triton, two kernels.
+
+Chunks are blocks of the token array, whatever rows lie in them. For a block of tokens and a value head, with the keys
+and queries normalised and G[i, j] the product of the decays after token j up to token i,
+
+    L = tril(beta K K^T * G, -1)        T = (I + L)^-1 diag(beta)        A = tril(Q K^T * G)
+
+need no state: the first kernel writes T and A for all blocks in parallel. L is triangular, so the part of T between two
+tokens of a row is what the row's own tokens alone would give. The second kernel takes each state through the blocks
+that its row reaches into, with gamma the products of decays since the row's first token in the block:
+
+    D = T (V - gamma K S)        out = gamma Q S + A D        S <- gamma_end S + (K to_end)^T D
+
+Products of decays are taken as products: a decay of 0 is a reset, and no quotient underflows.
+"""
+
+# What Triton compiles is not typed as Python is.
+# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+
+import jax
+import jax.numpy as jnp
+
+from gdn_jax._compat import has_local_device, triton_call
+from gdn_jax._triton import EPS, MAX_HEAD_DIM, load_float, product, row_of, tl, triton, zero_tokens, zero_uncovered
+
+CHUNK = 64
+CHUNKED_FROM = 24
+"""Average tokens of a row from which algorithm="auto" takes the chunked form."""
+_MULTIPROCESSORS = 128
+"""Tiles are halved where there are fewer."""
+_OPERANDS = {"bfloat16": tl.bfloat16, "float16": tl.float16, "float32": tl.float32}
+_LARGEST_ENTRY = {"bfloat16": 2.25, "float16": 2.25, "float32": 256.0}
+"""What an entry of L may be, by the dtype of tokens. Within the contract that is about 1; but tokens outside all bounds
+may share a block with others, whose results they must not reach, and their own are NaN."""
+
+
+def unsupported(qkv, recurrent_state) -> str | None:
+    """Why the chunked form cannot serve the call, None when it can."""
+    limit = MAX_HEAD_DIM if qkv.dtype == jnp.bfloat16 else MAX_HEAD_DIM // 2
+    if recurrent_state.shape[2] > limit:
+        return f"triton serves a key_head_dim up to {limit} in chunks of {qkv.dtype}; it is {recurrent_state.shape[2]}"
+    return None
+
+
+@triton.jit
+def dot(a, b, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
+    return tl.dot(a.to(OPERAND), b.to(OPERAND), input_precision=PRECISION, out_dtype=tl.float32)
+
+
+@triton.jit
+def unit_lower_inverse(L, SIZE: tl.constexpr, STEPS: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
+    """`(I + L)^-1` for strictly lower triangular L.
+
+    Blocks on the diagonal double in size: X <- X - X L' X with L' the part of L between the halves of a block. No power
+    of L is formed, which would overflow on repeated keys.
+    """
+    row, column = tl.arange(0, SIZE)[:, None], tl.arange(0, SIZE)[None, :]
+    X = tl.where(row == column, 1.0, 0.0) - tl.where(row // 2 == column // 2, L, 0.0)
+    for step in tl.static_range(1, STEPS):
+        half = 1 << step
+        between = (row // (2 * half) == column // (2 * half)) & (row // half != column // half)
+        X -= dot(dot(X, tl.where(between, L, 0.0), OPERAND, PRECISION), X, OPERAND, PRECISION)
+    return X
+
+
+@triton.jit
+def is_in_live_row(slot_idx, offsets, token, B, MAX_SLOTS, ROWS: tl.constexpr):
+    """Whether some row whose slot is one of the pool's holds each token. Looks at ROWS rows together."""
+    live = tl.zeros(token.shape, tl.int32)
+    for first in range(0, B, ROWS):
+        rows = first + tl.arange(0, ROWS)
+        slot = tl.load(slot_idx + rows, mask=rows < B, other=-1)
+        start = tl.load(offsets + rows, mask=rows < B, other=0)
+        end = tl.load(offsets + rows + 1, mask=rows < B, other=0)
+        holds = (token[:, None] >= start[None, :]) & (token[:, None] < end[None, :])
+        holds = holds & ((slot >= 0) & (slot < MAX_SLOTS))[None, :]
+        live = tl.maximum(live, tl.max(holds.to(tl.int32), 1))
+    return live > 0
+
+
+@triton.jit
+def prepare_kernel(
+    qkv, decay, beta, slot_idx, offsets, T, B, MAX_SLOTS, solved, attention, scales,
+    NK: tl.constexpr, NV: tl.constexpr, KD: tl.constexpr, VD: tl.constexpr, ROWS: tl.constexpr,
+    SIZE: tl.constexpr, STEPS: tl.constexpr, SCALE: tl.constexpr, SEARCH: tl.constexpr,
+    OPERAND: tl.constexpr, PRECISION: tl.constexpr, INVERSE: tl.constexpr,
+    LARGEST: tl.constexpr,
+):  # fmt: skip
+    """T and A `[blocks, NV, SIZE, SIZE]` of one block and key head, and the norms' factors `[2, T, NK]`."""
+    GROUP: tl.constexpr = NV // NK
+    block, hk = tl.program_id(0) // NK, tl.program_id(0) % NK
+    index = tl.arange(0, SIZE)
+    token = block * SIZE + index
+    # What lies in a token of no row, or of a padding row, is not even read.
+    live = (token < T) & is_in_live_row(slot_idx, offsets, token, B, MAX_SLOTS, SEARCH)
+    key_index = tl.arange(0, ROWS)
+    at = qkv + tl.cast(token, tl.int64)[:, None] * (2 * NK * KD + NV * VD) + key_index[None, :]
+    inside = live[:, None] & (key_index < KD)[None, :]
+    query = tl.load(at + hk * KD, mask=inside, other=0.0)
+    key = tl.load(at + (NK + hk) * KD, mask=inside, other=0.0)
+    key_square = tl.sum(key.to(tl.float32) * key.to(tl.float32), 1)
+    query_square = tl.sum(query.to(tl.float32) * query.to(tl.float32), 1)
+    key_scale = tl.math.rsqrt(key_square + EPS)
+    query_scale = tl.math.rsqrt(query_square + EPS) * SCALE
+    scale_at = scales + tl.cast(token, tl.int64) * NK + hk
+    tl.store(scale_at, key_scale, token < T)
+    tl.store(scale_at + tl.cast(T, tl.int64) * NK, query_scale, token < T)
+    transposed = tl.trans(key)
+    keys_keys = dot(key, transposed, OPERAND, PRECISION) * key_scale[:, None] * key_scale[None, :]
+    queries_keys = dot(query, transposed, OPERAND, PRECISION) * query_scale[:, None] * key_scale[None, :]
+    row, column = index[:, None], index[None, :]
+    for member in range(GROUP):
+        h = hk * GROUP + member
+        gate = tl.cast(token, tl.int64) * NV + h
+        d = tl.load(decay + gate, mask=live, other=1.0)
+        bt = tl.load(beta + gate, mask=live, other=0.0)
+        after = tl.where(row > column, tl.broadcast_to(d[:, None], (SIZE, SIZE)), 1.0)
+        G = tl.where(row >= column, tl.cumprod(after, 0), 0.0)
+        L = tl.where(row > column, keys_keys * G * bt[:, None], 0.0)
+        sound = tl.abs(L) <= LARGEST
+        X = unit_lower_inverse(tl.where(sound, L, 0.0), SIZE, STEPS, INVERSE, PRECISION)
+        # A row with such a token is told so; the others are as if it were not there.
+        X = tl.where(sound, X, float("nan"))
+        to = ((tl.cast(block, tl.int64) * NV + h) * SIZE + row) * SIZE + column
+        tl.store(solved + to, (X * bt[None, :]).to(solved.dtype.element_ty))
+        tl.store(attention + to, tl.where(row >= column, queries_keys * G, 0.0).to(attention.dtype.element_ty))
+
+
+@triton.jit
+def advance_kernel(
+    qkv, decay, slot_idx, offsets, has_initial_state, solved, attention, scales, T, B, MAX_SLOTS, pool, out,
+    pool_again: tl.constexpr, NK: tl.constexpr, NV: tl.constexpr, KD: tl.constexpr,
+    VD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SIZE: tl.constexpr,
+    OPERAND: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Takes one tile of one state through the blocks of its row."""
+    TILES: tl.constexpr = (VD + COLUMNS - 1) // COLUMNS
+    WIDTH: tl.constexpr = 2 * NK * KD + NV * VD
+    program = tl.program_id(0)
+    value_index = program % TILES * COLUMNS + tl.arange(0, COLUMNS)
+    h = program // TILES % NV
+    b = program // (TILES * NV)
+    hk = h // (NV // NK)
+    slot, start, end, live = row_of(slot_idx, offsets, b, T, MAX_SLOTS)
+    key_index, index = tl.arange(0, ROWS), tl.arange(0, SIZE)
+    is_key, is_value = key_index < KD, value_index < VD
+    if live & (end > start):
+        state_at = pool + (slot * NV + h) * (KD * VD) + key_index[:, None] * VD + value_index[None, :]
+        inside = is_key[:, None] & is_value[None, :]
+        S = load_float(state_at, inside & (tl.load(has_initial_state + b) != 0))
+        for block in tl.range(start // SIZE, (end + SIZE - 1) // SIZE, num_stages=STAGES):
+            token = block * SIZE + index
+            in_row = (token >= start) & (token < end)
+            at = qkv + tl.cast(token, tl.int64)[:, None] * WIDTH
+            keys_inside = in_row[:, None] & is_key[None, :]
+            values_inside = in_row[:, None] & is_value[None, :]
+            query = tl.load(at + (hk * KD + key_index)[None, :], mask=keys_inside, other=0.0).to(OPERAND)
+            key = tl.load(at + ((NK + hk) * KD + key_index)[None, :], mask=keys_inside, other=0.0).to(OPERAND)
+            value = load_float(at + (2 * NK * KD + h * VD + value_index)[None, :], values_inside)
+            square = ((tl.cast(block, tl.int64) * NV + h) * SIZE + index[:, None]) * SIZE + index[None, :]
+            both = in_row[:, None] & in_row[None, :]
+            T_block = tl.load(solved + square, mask=both, other=0.0)
+            A_block = tl.load(attention + square, mask=both, other=0.0)
+            gate = decay + tl.cast(token, tl.int64) * NV + h
+            d = tl.load(gate, mask=in_row, other=1.0)
+            next_d = tl.load(gate + NV, mask=in_row & (token + 1 < end) & (index + 1 < SIZE), other=1.0)
+            scale_at = scales + tl.cast(token, tl.int64) * NK + hk
+            key_scale = tl.load(scale_at, mask=in_row, other=0.0)
+            query_scale = tl.load(scale_at + tl.cast(T, tl.int64) * NK, mask=in_row, other=0.0)
+            gamma = tl.cumprod(d, 0)
+            to_end = tl.cumprod(next_d, 0, reverse=True)
+            operand = S.to(OPERAND)
+            residual = value - (gamma * key_scale)[:, None] * dot(key, operand, OPERAND, PRECISION)
+            o = (gamma * query_scale)[:, None] * dot(query, operand, OPERAND, PRECISION)
+            delta = dot(T_block, residual, OPERAND, PRECISION)
+            o += dot(A_block, delta, OPERAND, PRECISION)
+            S = tl.reduce(d, 0, product) * S
+            S += dot(tl.trans(key), (to_end * key_scale)[:, None] * delta, OPERAND, PRECISION)
+            out_at = out + tl.cast(token, tl.int64)[:, None] * (NV * VD) + (h * VD + value_index)[None, :]
+            tl.store(out_at, o.to(out.dtype.element_ty), values_inside)
+        tl.store(state_at, S.to(pool.dtype.element_ty), inside)
+    if not live:
+        zero_tokens(out, start, end, h * VD + value_index, is_value, NV * VD)
+    zero_uncovered(offsets, out, h * VD + value_index, is_value, b, B, T, NV * VD)
+
+
+def recurrence(operands, recurrent_state, compute_capability):
+    """Outputs and pool. `operands` are qkv, decay, beta, slot_idx, input_row_offsets and has_initial_state."""
+    qkv, decay, beta, slot_idx, offsets, has_initial_state = operands
+    max_slots, nv, kd, vd = recurrent_state.shape
+    num_tokens, batch = qkv.shape[0], slot_idx.shape[0]
+    sizes = {"NK": (qkv.shape[1] - nv * vd) // (2 * kd), "NV": nv, "KD": kd, "VD": vd}
+    nk, blocks = sizes["NK"], triton.cdiv(num_tokens, CHUNK)
+    rows = max(triton.next_power_of_2(kd), 16)
+    # A product with float16 operands would bound the states by what float16 can hold.
+    half = qkv.dtype == jnp.bfloat16
+    columns = min(max(triton.next_power_of_2(vd), 16), 64 if half else 32)
+    if batch * nv * triton.cdiv(vd, columns) < _MULTIPROCESSORS:
+        columns = min(columns, 32)
+    # One product of float32 operands as tf32 cuts their last 13 bits off, and misses the budget; three keep them.
+    exact = "ieee" if has_local_device("rocm") else "tf32x3" if qkv.dtype == jnp.float32 else "tf32"
+    common = {"num_stages": 1, "compute_capability": compute_capability, "SIZE": CHUNK, **sizes}
+    shape = jax.ShapeDtypeStruct
+    squares = shape((blocks, nv, CHUNK, CHUNK), qkv.dtype)
+    prepared, _ = triton_call(
+        prepare_kernel,
+        [qkv, decay, beta, slot_idx, offsets, num_tokens, batch, max_slots],
+        [],
+        [squares, squares, shape((2, num_tokens, nk), jnp.float32)],
+        grid=(blocks * nk,),
+        num_warps=4,
+        ROWS=rows,
+        STEPS=CHUNK.bit_length() - 1,
+        SCALE=kd**-0.5,
+        SEARCH=min(triton.next_power_of_2(batch), 32),
+        OPERAND=_OPERANDS[qkv.dtype.name],
+        PRECISION=exact,
+        # Half precision rounds, where tf32 cuts off; what it cannot hold is out of bounds anyway.
+        INVERSE=tl.float32 if qkv.dtype == jnp.float32 else tl.float16,
+        LARGEST=_LARGEST_ENTRY[qkv.dtype.name],
+        **common,
+    )
+    (out,), (pool,) = triton_call(
+        advance_kernel,
+        [qkv, decay, slot_idx, offsets, has_initial_state, *prepared, num_tokens, batch, max_slots],
+        [recurrent_state],
+        [shape((num_tokens, nv * vd), qkv.dtype)],
+        grid=(batch * nv * triton.cdiv(vd, columns),),
+        num_warps=4 if half and rows <= 128 else 8,
+        ROWS=rows,
+        COLUMNS=columns,
+        OPERAND=tl.bfloat16 if half else tl.float32,
+        PRECISION=exact,
+        STAGES=2 if half and rows <= 128 else 1,
+        **common,
+    )
+    return out, pool

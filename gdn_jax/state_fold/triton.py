@@ -1,0 +1,88 @@
+"""The state fold in Triton: all layers in one launch, the pool updated in place.
+
+A program takes a block of whole rows of one state through the accepted records, in float32 registers.
+"""
+
+from gdn_jax._compat import triton_call
+from gdn_jax._triton import load_float, tl, triton, unsupported_head_dims, update
+
+_BLOCK_BYTES = 16384
+_NUM_WARPS = 4
+
+
+@triton.jit
+def load_record(record, at, member, key_index, value_index, GROUP: tl.constexpr, KD: tl.constexpr, VD: tl.constexpr):
+    """Raw key (a block of it), delta factor and decay of one value head, in float32."""
+    record = record + at
+    key = load_float(record + key_index, key_index < KD)
+    factor = load_float(record + KD + member * VD + value_index, value_index < VD)
+    return key, factor, tl.load(record + KD + GROUP * VD + member).to(tl.float32)
+
+
+@triton.jit
+def fold_kernel(
+    ring, row_ids, ring_row_ids, num_accepted, has_initial_state, B, MAX_SLOTS, RING_ROWS, pool,
+    pool_again: tl.constexpr, NK: tl.constexpr, NV: tl.constexpr, KD: tl.constexpr,
+    VD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, RING_LEN: tl.constexpr,
+    STRIDE: tl.constexpr,
+):  # fmt: skip
+    BLOCKS: tl.constexpr = (KD + ROWS - 1) // ROWS
+    GROUP: tl.constexpr = NV // NK
+    program = tl.program_id(0)
+    key_index = program % BLOCKS * ROWS + tl.arange(0, ROWS)
+    value_index = tl.arange(0, COLUMNS)
+    h = program // BLOCKS % NV
+    entry = program // (BLOCKS * NV)
+    b = entry % B
+    slot, ring_row, count = tl.load(row_ids + entry), tl.load(ring_row_ids + entry), tl.load(num_accepted + b)
+    live = (slot >= 0) & (slot < MAX_SLOTS) & (ring_row >= 0) & (ring_row < RING_ROWS)
+    if live & (count > 0) & (count <= RING_LEN):
+        state_at = pool + (tl.cast(slot, tl.int64) * NV + h) * (KD * VD)
+        state_at += key_index[:, None] * VD + value_index[None, :]
+        inside = (key_index < KD)[:, None] & (value_index < VD)[None, :]
+        state = load_float(state_at, inside & (tl.load(has_initial_state + b) != 0))
+        records = ring + (tl.cast(ring_row, tl.int64) * NK + h // GROUP) * (RING_LEN * STRIDE)
+        key, factor, decay = load_record(records, 0, h % GROUP, key_index, value_index, GROUP, KD, VD)
+        for p in range(0, count):
+            # The next record is on its way while this one is applied; past the last accepted one nothing is read.
+            at = tl.minimum(p + 1, count - 1) * STRIDE
+            following = load_record(records, at, h % GROUP, key_index, value_index, GROUP, KD, VD)
+            state = update(state, key, factor, decay)
+            key, factor, decay = following
+        tl.store(state_at, state.to(pool.dtype.element_ty), inside)
+
+
+def unsupported(recurrent_state, ring, row_ids, ring_row_ids, num_accepted, has_initial_state) -> str | None:
+    """One sentence saying why this backend cannot serve the call, None when it can."""
+    del ring, row_ids, ring_row_ids, num_accepted, has_initial_state
+    return unsupported_head_dims(*recurrent_state.shape[2:])
+
+
+def state_fold(
+    recurrent_state, ring, row_ids, ring_row_ids, num_accepted, has_initial_state, *, compute_capability=None
+):
+    """See `gdn_jax.gated_delta_state_fold`."""
+    max_slots, nv, kd, vd = recurrent_state.shape
+    ring_rows, nk, ring_len, stride = ring.shape
+    layers, batch = row_ids.shape
+    columns = triton.next_power_of_2(vd)
+    rows = min(triton.next_power_of_2(kd), max(_BLOCK_BYTES // recurrent_state.dtype.itemsize // columns, 1))
+    _, (pool,) = triton_call(
+        fold_kernel,
+        [ring, row_ids, ring_row_ids, num_accepted, has_initial_state, batch, max_slots, ring_rows],
+        [recurrent_state],
+        [],
+        grid=(layers * batch * nv * triton.cdiv(kd, rows),),
+        num_warps=_NUM_WARPS,
+        num_stages=1,
+        compute_capability=compute_capability,
+        NK=nk,
+        NV=nv,
+        KD=kd,
+        VD=vd,
+        ROWS=rows,
+        COLUMNS=columns,
+        RING_LEN=ring_len,
+        STRIDE=stride,
+    )
+    return pool

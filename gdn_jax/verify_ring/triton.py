@@ -1,0 +1,69 @@
+"""The speculative verify in Triton: the rows of the forward, records instead of states."""
+
+import jax
+
+from gdn_jax._compat import triton_call
+from gdn_jax._triton import run_row, state_tile, tl, triton, unsupported_head_dims
+from gdn_jax.recurrence.triton import head_sizes
+
+
+@triton.jit
+def verify_kernel(
+    qkv, decay, beta, slot_idx, ring_slot_idx, offsets, has_initial_state, T, B, MAX_SLOTS, RING_ROWS, pool, ring, out,
+    pool_again: tl.constexpr, ring_again: tl.constexpr, NK: tl.constexpr, NV: tl.constexpr,
+    KD: tl.constexpr, VD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    SCALE: tl.constexpr, AHEAD: tl.constexpr, RING_LEN: tl.constexpr, STRIDE: tl.constexpr,
+):  # fmt: skip
+    run_row(
+        qkv, decay, beta, slot_idx, offsets, has_initial_state, pool, out, ring, ring_slot_idx, T, B, MAX_SLOTS,
+        RING_ROWS, NK, NV, KD, VD, ROWS, COLUMNS, SCALE, AHEAD, RING_LEN, STRIDE,
+    )  # fmt: skip
+
+
+def unsupported(
+    qkv, decay, beta, recurrent_state, ring, slot_idx, ring_slot_idx, input_row_offsets, has_initial_state
+) -> str | None:
+    """One sentence saying why this backend cannot serve the call, None when it can."""
+    del qkv, decay, beta, slot_idx, ring_slot_idx, input_row_offsets, has_initial_state
+    if 0 in ring.shape:
+        return f"triton does not serve an empty ring; its shape is {ring.shape}"
+    return unsupported_head_dims(*recurrent_state.shape[2:])
+
+
+def verify_ring(
+    qkv,
+    decay,
+    beta,
+    recurrent_state,
+    ring,
+    slot_idx,
+    ring_slot_idx,
+    input_row_offsets,
+    has_initial_state,
+    *,
+    compute_capability=None,
+):
+    """See `gdn_jax.gated_delta_recurrence_verify_ring`."""
+    sizes = head_sizes(qkv, recurrent_state)
+    rows, columns, num_warps = state_tile(sizes["KD"], sizes["VD"])
+    batch = slot_idx.shape[0]
+    out = jax.ShapeDtypeStruct((qkv.shape[0], sizes["NV"] * sizes["VD"]), qkv.dtype)
+    operands = (qkv, decay, beta, slot_idx, ring_slot_idx, input_row_offsets, has_initial_state)
+    (out,), (pool, ring) = triton_call(
+        verify_kernel,
+        [*operands, qkv.shape[0], batch, recurrent_state.shape[0], ring.shape[0]],
+        [recurrent_state, ring],
+        [out],
+        grid=(batch * sizes["NV"] * triton.cdiv(sizes["VD"], columns),),
+        num_warps=num_warps,
+        num_stages=1,
+        compute_capability=compute_capability,
+        ROWS=rows,
+        COLUMNS=columns,
+        SCALE=sizes["KD"] ** -0.5,
+        AHEAD=qkv.shape[0] > slot_idx.shape[0],
+        RING_LEN=ring.shape[2],
+        STRIDE=ring.shape[3],
+        **sizes,
+    )
+    return out, ring, pool

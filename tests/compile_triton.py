@@ -1,0 +1,119 @@
+"""Compiles every Triton kernel for GPUs that are not there: `python -m tests.compile_triton`. Prints what they need."""
+
+from __future__ import annotations
+
+import re
+from importlib import import_module
+
+import jax
+import jax.numpy as jnp
+
+TARGETS = {"cuda": ((80, 32), (90, 32)), "hip": (("gfx942", 64),)}
+# Shared memory of a thread block, bytes.
+SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024, "gfx942": 64 * 1024}
+MODULES = ("recurrence.triton", "recurrence.triton_chunked", "verify_ring.triton", "state_fold.triton", "conv1d.triton")
+NAMES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "int32": "i32", "bool": "i1"}
+
+
+def compiled_for(backend: str, arch, warp_size: int, found: list):
+    """In place of `gdn_jax._compat.triton_call`: compiles, puts that into `found`, and returns shapes."""
+    triton = import_module("triton")
+    target = import_module("triton.backends.compiler").GPUTarget(backend, arch, warp_size)
+    source = import_module("triton.compiler").ASTSource
+
+    def call(kernel, operands, pools, out_types, *, grid, num_warps, num_stages, compute_capability, **constants):
+        del grid, compute_capability
+        args = [*operands, *pools, *out_types]
+        names = [parameter.name for parameter in kernel.params]
+        signature, aligned = {}, {}
+        for i, (name, x) in enumerate(zip(names, args, strict=False)):
+            if isinstance(x, int):
+                signature[name] = "i32"
+            else:
+                signature[name] = f"*{NAMES[x.dtype.name]}"
+                aligned[(i,)] = [["tt.divisibility", 16]]
+        signature |= dict.fromkeys(names[len(args) :], "constexpr")
+        constants = dict.fromkeys(names[len(args) :]) | constants
+        options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": False}
+        kernel_source = source(kernel, signature=signature, constexprs=constants, attrs=aligned)
+        found.append((kernel.__name__, triton.compile(kernel_source, target=target, options=options)))
+        return list(out_types), list(pools)
+
+    return call
+
+
+def shape(*dims, dtype="float32"):
+    return jax.ShapeDtypeStruct(dims, jnp.dtype(dtype))
+
+
+def rows(num_tokens, batch, heads, tokens="bfloat16", pool="float32"):
+    nk, nv, key_dim, value_dim = heads
+    return (
+        shape(num_tokens, 2 * nk * key_dim + nv * value_dim, dtype=tokens),
+        shape(num_tokens, nv),
+        shape(num_tokens, nv),
+        shape(batch + 1, nv, key_dim, value_dim, dtype=pool),
+        shape(batch, dtype="int32"),
+        shape(batch + 1, dtype="int32"),
+        shape(batch, dtype="bool"),
+    )
+
+
+def compile_all(call):
+    forward, chunked, verify, fold, conv = modules = [import_module(f"gdn_jax.{name}") for name in MODULES]
+    del chunked
+    for module in modules:
+        setattr(module, "triton_call", call)  # noqa: B010
+    for pool in ("float32", "bfloat16"):
+        for num_tokens in (64, 256):
+            args = rows(num_tokens, 64, (16, 32, 128, 128), pool=pool)
+            forward.recurrence(*args, algorithm="recurrent", precision=None)
+        ring = shape(64, 16, 8, 386)
+        verify.verify_ring(*args[:4], ring, args[4], args[4], *args[5:])
+        layers = shape(8, 64, dtype="int32")
+        fold.state_fold(args[3], ring, layers, layers, args[4], args[6])
+    odd = rows(256, 64, (2, 6, 40, 24), tokens="float16", pool="float16")
+    forward.recurrence(*odd, algorithm="recurrent", precision=None)
+    forward.recurrence(*rows(8192, 8, (16, 32, 128, 128)), algorithm="chunked", precision=None)
+    conv.conv1d(
+        shape(8192, 8192, dtype="bfloat16"),
+        shape(8192, 4, dtype="bfloat16"),
+        shape(8192, dtype="bfloat16"),
+        shape(4, 8192, 3, dtype="bfloat16"),
+        shape(4, dtype="int32"),
+        shape(5, dtype="int32"),
+        shape(4, dtype="bool"),
+        activation="silu",
+        write_state=True,
+    )
+
+
+def sum_layouts(text: str) -> list[str]:
+    """The types, layouts written out, of what a kernel in Triton's GPU dialect sums up: they decide the order."""
+    layouts = dict(re.findall(r"^(#\w+) = (.*)$", text, re.M))
+    sums = re.findall(r'"tt\.reduce".*?\}\) : \((.*?)\) ->', text, re.S)
+    return [re.sub(r"#\w+(?=>)", lambda name: layouts.get(name[0], name[0]), operands) for operands in sums]
+
+
+def main():
+    for backend, targets in TARGETS.items():
+        for arch, warp_size in targets:
+            found: list = []
+            compile_all(compiled_for(backend, arch, warp_size, found))
+            sums = {}
+            for name, kernel in found:
+                print(arch, name, "shared memory", kernel.metadata.shared, flush=True)
+                assert kernel.metadata.shared <= SHARED_BYTES[arch], (arch, name)
+                if backend == "cuda":
+                    # A product without a rounding mode is one that the assembler may contract.
+                    assert "mul.f32" not in kernel.asm["ptx"], name
+                if name in ("forward_kernel", "verify_kernel"):
+                    sums.setdefault(name, []).append(sum_layouts(kernel.asm["ttgir"]))
+            # The two with one pool dtype: one token a row, several, and the verify. The last forward has odd heads.
+            forward, verify = sums["forward_kernel"], sums["verify_kernel"]
+            assert forward[0] == forward[1] == verify[0], arch
+            assert forward[2] == forward[3] == verify[1], arch
+
+
+if __name__ == "__main__":
+    main()
