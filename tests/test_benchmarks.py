@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import cases, checks, own, tables, timing
+from benchmarks import cases, checks, many_devices, own, tables, timing
 from benchmarks.__main__ import main
 from benchmarks.peers import fla, jla
 from benchmarks.records import ResultFile, parse
@@ -255,3 +255,17 @@ def test_one_command_measures_and_writes(tmp_path, monkeypatch, capfd):
     assert [x["impl"] for x in content["skipped"]] == ["max"]
     assert "skipped" in capfd.readouterr().out
     assert parse("an ordinary line") is None
+
+
+def test_many_devices_are_measured_against_one(tmp_path, capsys):
+    if len(jax.devices()) < 2:
+        pytest.skip("needs two devices")
+    path = tmp_path / "out.json"
+    assert many_devices.main(["--tiny", "--devices", "2", "--output", str(path)]) == 0
+    content = json.loads(path.read_text())
+    assert content["command"] == "python -m benchmarks.many_devices --tiny --devices 2"
+    assert [x["case"] for x in content["records"]] == ["tp2/decode/B128", "tp2/prefill/1x8192"]
+    for x in content["records"]:
+        assert x["rel_err"] <= many_devices.BUDGET
+        assert {"median_us", "one_device_us", "speed_up", "with_reduction_us", "without_reduction_us"} <= set(x)
+    assert "tp2/decode/B128" in capsys.readouterr().out

@@ -42,6 +42,7 @@ on_meshes = pytest.mark.parametrize(
     [
         pytest.param(1, 2, id="tp2"),
         pytest.param(1, 4, id="tp4"),
+        pytest.param(2, 1, id="dp2"),
         pytest.param(2, 2, id="dp2-tp2"),
         pytest.param(1, 2, marks=ON_GPU, id="gpu-tp2"),
         pytest.param(2, 1, marks=ON_GPU, id="gpu-dp2"),
@@ -365,7 +366,7 @@ def test_layers_on_a_mesh(alone, data, model, axis_type):
         else:
             assert collectives(compiled) == {}
         assert memory_of(compiled).alias_size_in_bytes == sum(p.nbytes for p in pools) // (data * model)
-        assert compiled.as_text().split("\n", 1)[0].count("-alias)") == len(pools)
+        assert (compiled.as_text() or "").split("\n", 1)[0].count("-alias)") == len(pools)
         y, new = jax.jit(split, donate_argnums=2)(*args)
         assert new[0].recurrent_state.sharding.is_equivalent_to(NamedSharding(mesh, P("data", "model")), 4)
         y, new = jax.tree.map(np.asarray, (y, new))

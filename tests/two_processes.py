@@ -4,6 +4,9 @@ Each process has two devices. Requests are split over one axis of the mesh and h
 processes: the sum that ends the layer goes from one to the other. `tests/test_many_devices.py` starts both.
 """
 
+# Arguments come unpacked from tuples.
+# pyright: reportCallIssue=false
+
 from __future__ import annotations
 
 import sys

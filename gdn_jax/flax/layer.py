@@ -454,7 +454,7 @@ class GatedDeltaNet(nnx.Module):
         the pools.
         """
         mesh, axis = self._mesh_of_heads()
-        if mesh is None or self.head_shards == 1:
+        if mesh is None or self.head_shards == 1 < mesh.shape[axis]:
             return mix
         if self.head_shards != mesh.shape[axis]:
             raise ValueError(
@@ -500,7 +500,7 @@ class GatedDeltaNet(nnx.Module):
         return (mesh, self.head_axis) if self.head_axis in mesh.auto_axes else (None, None)
 
 
-def _head_axis() -> str | None:
+def _head_axis() -> Any:
     """What the logical axis rules in force call the mesh axis of the heads."""
     return dict(spmd.get_logical_axis_rules()).get(HEAD_AXIS, HEAD_AXIS)
 
