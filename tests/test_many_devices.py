@@ -445,6 +445,21 @@ def test_heads_that_do_not_divide_are_named(axis_type):
         GatedDeltaNet(config, rngs=nnx.Rngs(0), head_shards=2)
 
 
+# --- the README
+
+
+def test_the_example_of_the_readme():
+    mesh_of(4, 2)
+    readme = (pathlib.Path(__file__).parent.parent / "README.md").read_text()
+    section = readme.split("## Many GPUs\n", 1)[1].split("\n## ", 1)[0]
+    (block,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    names: dict = {}
+    exec(block, names)
+    assert names["y"].shape == (20, 1024)
+    assert names["cache"].recurrent_state.sharding.spec == P("data", "heads", None, None)
+    assert np.isfinite(names["y"]).all()
+
+
 # --- two processes
 
 
