@@ -18,8 +18,8 @@ CHUNK = 64  # tokens; what the work of the chunked form is counted with
 # Slots that no row names. They hold NaN, and must hold it afterwards.
 SPARE_SLOTS = 2
 
-CROSSOVER_LENGTHS = (1, 8, 16, 32, 64, 128, 256)
-CROSSOVER_LENGTHS_XLA = (1, 16, 64, 256)
+CROSSOVER_LENGTHS = (16, 32, 64, 128)
+CROSSOVER_LENGTHS_XLA = (64,)
 
 # Cases whose first call is timed: tracing, lowering and compiling, with nothing else running.
 FIRST_CALLS = (
@@ -30,8 +30,6 @@ FIRST_CALLS = (
     "conv/B128",
     "recurrent/f32/1x8192",
     "prefill/bf16/nv32/1x8192",
-    "prefill/bf16/nv32/8x1024",
-    "prefill/f32/nv32/1x8192",
 )
 
 # float32 products and sums a second outside the tensor cores, from the data sheets.
