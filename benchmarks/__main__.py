@@ -20,10 +20,12 @@ from benchmarks.records import ResultFile, parse
 
 MODULES = {
     "gdn_jax": "benchmarks.own",
+    "gdn_jax_triton": "benchmarks.own",
     "fla": "benchmarks.peers.fla",
     "jla": "benchmarks.peers.jla",
     "max": "benchmarks.peers.max",
 }
+ARGUMENTS = {"gdn_jax_triton": ["--implementation", "triton"]}
 GRACE_S = 30
 ROOT = pathlib.Path(__file__).parent.parent
 
@@ -70,7 +72,7 @@ def measure(impl: str, arguments: list[str], results: ResultFile, limit_s: float
     """Runs one implementation and writes down what it reports; whether it ended well."""
     start = time.monotonic()
     environment = dict(os.environ, PYTHONUNBUFFERED="1")
-    command = [sys.executable, "-m", MODULES[impl], *arguments]
+    command = [sys.executable, "-m", MODULES[impl], *arguments, *ARGUMENTS.get(impl, [])]
     with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
         ending = threading.Timer(limit_s or 0, child.kill)

@@ -128,7 +128,8 @@ def served_by(program) -> str:
 class Suite:
     """Cases in groups: every program of a group is compiled, on all cores, then one case after another is timed."""
 
-    def __init__(self, copy_gbps: float, matmul_tflops: float | None, device: str, deadline: float):
+    def __init__(self, copy_gbps: float, matmul_tflops: float | None, device: str, deadline: float, impl: str = IMPL):
+        self.impl = impl
         self.copy_gbps, self.matmul_tflops, self.device = copy_gbps, matmul_tflops, device
         self.deadline = deadline
         self.threads = ThreadPoolExecutor(max(min(os.cpu_count() or 1, 16) - 2, 1))
@@ -145,13 +146,13 @@ class Suite:
     def guarded(self, case: Case, function: Callable, *args):
         """What the function returns; None where it fails or time is up, which does not cost the other cases theirs."""
         if time.monotonic() > self.deadline:
-            emit("skipped", case=case.name, impl=IMPL, reason="time budget")
+            emit("skipped", case=case.name, impl=self.impl, reason="time budget")
             return None
         try:
             return function(case, *args)
         except Exception as error:
             traceback.print_exc()
-            emit("skipped", case=case.name, impl=IMPL, reason=f"{type(error).__name__}: {str(error)[:300]}")
+            emit("skipped", case=case.name, impl=self.impl, reason=f"{type(error).__name__}: {str(error)[:300]}")
             return None
 
     def floor_us(self, case: Case) -> float:
@@ -180,7 +181,7 @@ class Suite:
         rel_err, state_rel_err = self.check(case, values, *carry)
         record = {
             "case": case.name,
-            "impl": IMPL,
+            "impl": self.impl,
             "implementation": served_by(program),
             "median_us": None,
             "floor_us": round(self.floor_us(case), 3),
@@ -287,8 +288,13 @@ def main() -> None:
     parser.add_argument("--budget-s", type=float, default=float("inf"))
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--lower", action="store_true")
+    parser.add_argument("--implementation", help="measure this row of the implementation table, as gdn_jax_NAME")
     options = parser.parse_args()
-    selected = cases.select(options.prefixes)
+    selected, impl = cases.select(options.prefixes), IMPL
+    if options.implementation is not None:
+        impl = f"{IMPL}_{options.implementation}"
+        main_cases = [case for case in selected if case.is_main]
+        selected = [dataclasses.replace(case, implementation=options.implementation) for case in main_cases]
     if options.lower:
         lower_for_cuda(selected)
         return
@@ -306,7 +312,7 @@ def main() -> None:
         matmul_tflops=round(matmul, 1),
         seconds_to_first_case=round(time.monotonic() - start, 1),
     )
-    Suite(copy, matmul, device, start + options.budget_s).run(selected)
+    Suite(copy, matmul, device, start + options.budget_s, impl).run(selected)
     print(f"{time.monotonic() - start:.0f} s", file=sys.stderr)
 
 

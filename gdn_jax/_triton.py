@@ -25,7 +25,7 @@ def unsupported_head_dims(key_head_dim: int, value_head_dim: int) -> str | None:
 def state_tile(key_head_dim: int, value_head_dim: int) -> tuple[int, int, int]:
     """Padded key rows, value columns and warps of the programs that go token by token: 64 elements a thread."""
     rows = triton.next_power_of_2(key_head_dim)
-    columns = min(triton.next_power_of_2(value_head_dim), 64)
+    columns = min(triton.next_power_of_2(value_head_dim), 32)
     return rows, columns, max(rows * columns // (64 * 32), 1)
 
 

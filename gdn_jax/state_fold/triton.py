@@ -6,7 +6,7 @@ A program takes a block of whole rows of one state through the accepted records,
 from gdn_jax._compat import triton_call
 from gdn_jax._triton import load_float, tl, triton, unsupported_head_dims, update
 
-_BLOCK_BYTES = 16384
+_BLOCK_ELEMENTS = 4096
 _NUM_WARPS = 4
 
 
@@ -66,7 +66,7 @@ def state_fold(
     ring_rows, nk, ring_len, stride = ring.shape
     layers, batch = row_ids.shape
     columns = triton.next_power_of_2(vd)
-    rows = min(triton.next_power_of_2(kd), max(_BLOCK_BYTES // recurrent_state.dtype.itemsize // columns, 1))
+    rows = min(triton.next_power_of_2(kd), max(_BLOCK_ELEMENTS // columns, 1))
     _, (pool,) = triton_call(
         fold_kernel,
         [ring, row_ids, ring_row_ids, num_accepted, has_initial_state, batch, max_slots, ring_rows],
