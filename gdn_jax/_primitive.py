@@ -61,8 +61,15 @@ class Implementation:
                 return f"is built for {', '.join(self.device_kinds)}, and this program is for an {kind}"
         if platform is not None and self.compiles_for_local_device and not has_local_device(platform):
             return f"is compiled for the GPU that is in sight, and there is none for {platform}"
-        if self.package is not None and importlib.util.find_spec(self.package[0]) is None:
-            return f"needs {self.package[1]}, which is not installed: pip install {self.package[1]}"
+        if self.package is not None:
+            name, distribution = self.package
+            if importlib.util.find_spec(name) is None:
+                return f"needs {distribution}, which is not installed: pip install {distribution}"
+            if platform is not None:
+                try:
+                    importlib.import_module(name)
+                except (ImportError, AttributeError) as error:  # it and what it builds on do not fit together
+                    return f"needs a {distribution} that works, and it does not: {error}"
         return importlib.import_module(self.module).unsupported(*avals, **params)
 
 

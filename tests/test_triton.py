@@ -1,5 +1,7 @@
 """The Triton kernels without a GPU: run on NumPy by Triton's interpreter, and compiled for GPUs that are not there."""
 
+import dataclasses
+import importlib.util
 import os
 import subprocess
 import sys
@@ -10,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import gdn_jax
+from gdn_jax._primitive import triton_kernel
 from tests import oracle
 from tests.harness import assert_close, assert_same_bits, assert_zero
 
@@ -302,6 +306,49 @@ def test_conv1d(name, write):
     assert_same_bits(pool[written], expected_pool[written].astype(pool.dtype))
     rest = np.setdiff1d(np.arange(6), written)
     assert_same_bits(pool[rest], np.asarray(state)[rest])
+
+
+def call(**options):
+    args = make([2, 1], (1, 1, 16, 16), [0, 1])
+    return gdn_jax.gated_delta_recurrence_fwd(*args[:6], has_initial_state=args[6], **options)
+
+
+def test_by_name_without_jax_triton(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(NotImplementedError, match="pip install jax-triton"):
+        call(implementation="triton")
+
+
+def test_by_name_without_a_gpu(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: object())
+    with pytest.raises(NotImplementedError, match="triton: runs on cuda and rocm, and this program is for cpu"):
+        call(implementation="triton")
+    row = triton_kernel("gdn_jax.recurrence.triton")
+    assert "none for rocm" in str(row.unsupported("rocm", (), {}))
+
+
+def test_a_jax_triton_that_does_not_fit_is_passed_over(monkeypatch):
+    monkeypatch.setattr("gdn_jax._primitive.has_local_device", lambda _: True)
+    row = dataclasses.replace(triton_kernel("gdn_jax.recurrence.triton"), package=("tests.misfit", "misfit"))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: object())
+    assert "needs a misfit that works" in str(row.unsupported("cuda", (), {}))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "dtype", "algorithm", "reason"),
+    [
+        ((2, 1, 257, 16), "bfloat16", "recurrent", "key_head_dim is 257"),
+        ((2, 1, 16, 300), "bfloat16", "auto", "value_head_dim is 300"),
+        ((2, 1, 192, 16), "float32", "chunked", "key_head_dim up to 128"),
+        ((2, 1, 192, 16), "float32", "auto", None),
+        ((2, 1, 192, 16), "bfloat16", "chunked", None),
+    ],
+)
+def test_refusals(sizes, dtype, algorithm, reason):
+    state = jnp.zeros(sizes)
+    qkv = jnp.zeros((200, 2 * sizes[2] + sizes[3]), dtype)
+    said = FORWARD.unsupported(qkv, None, None, state, None, None, None, algorithm=algorithm, precision=None)
+    assert said is None if reason is None else reason in said
 
 
 def test_compiles_for_gpus_that_are_not_there():
