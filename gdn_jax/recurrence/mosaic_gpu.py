@@ -52,14 +52,14 @@ _SHARED_RESERVED = 4096
 """Enough for what Mosaic adds to the buffers: 2048 bytes for reductions, and barriers."""
 _GROUP = 4
 """Tokens of a window that are computed as straight-line code."""
-_ROWS_PROGRAMS = 512
+_ROWS_PROGRAMS = 256
 """Programs from which on states travel through shared memory in whole rows."""
 _ROWS_BYTES = 32 * 1024
 """Size of such a tile: four or five fit on a multiprocessor."""
 _UNROLL = 4
 """Chunks of a state in shared memory that are in registers together."""
 _PIECES = 4
-"""Bulk copies that a tile comes and goes in, if its rows can be cut so."""
+"""Bulk copies that a tile comes in, if its rows can be cut so."""
 _PAIR = 2 * KEY_LANES
 """Rows of a state in which each of the running sums of a column gets one product."""
 
@@ -482,7 +482,7 @@ def run_rows(tokens, rows, pool, ring=None, ring_slot_idx=None, *, plan=None, in
         def whole_rows():
             """One token: two passes over the tile in shared memory, so that few registers hold many programs.
 
-            The tile comes and goes in pieces, the first of which are read and sent home before the last are.
+            The tile comes in pieces, the first of which are read before the last are there, and goes home from registers.
             """
             partial_s, state_s, arrived = scratch
             part = Rows(tile)
@@ -532,21 +532,15 @@ def run_rows(tokens, rows, pool, ring=None, ring_slot_idx=None, *, plan=None, in
                 store(out_g.at[start, out_columns], out)
                 plgpu.commit_smem()
                 spread = along_keys(load(factor_s, part.factor_layout), part.unit, part.layout)
-                for i, piece in enumerate(pieces):
+                def write(r, _):
+                    at = some(0, r)
+                    keys = part.load_keys([keys_s.at[c] for c in at])
+                    state = part.update(part.load([state_s.at[c] for c in at]), keys, spread, gates[0])
+                    for c, s in zip(at, state, strict=True):
+                        store(pool_g.at[slot, h, c, columns], s)
+                    return 0
 
-                    def write(r, _, i=i):
-                        at = some(i, r)
-                        refs = [state_s.at[c] for c in at]
-                        keys = part.load_keys([keys_s.at[c] for c in at])
-                        state = part.update(part.load(refs), keys, spread, gates[0])
-                        for ref, s in zip(refs, state, strict=True):
-                            store(ref, s)
-                        return 0
-
-                    lax.fori_loop(0, rounds, write, 0)
-                    plgpu.commit_smem()
-                    plgpu.copy_smem_to_gmem(state_s.at[piece], pool_g.at[slot, h, piece, columns])
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                lax.fori_loop(0, num_pieces * rounds, write, 0)
 
             @pl.when(end - start > 1)
             def _():
