@@ -482,7 +482,7 @@ def run_rows(tokens, rows, pool, ring=None, ring_slot_idx=None, *, plan=None, in
         def whole_rows():
             """One token: two passes over the tile in shared memory, so that few registers hold many programs.
 
-            The tile comes in pieces, the first of which are read before the last are there, and goes home from registers.
+            It comes in pieces, the first of which are read before the last are there, and goes home from registers.
             """
             partial_s, state_s, arrived = scratch
             part = Rows(tile)
