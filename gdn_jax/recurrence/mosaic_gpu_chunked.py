@@ -267,28 +267,25 @@ def _prepare(qkv, decay, beta, slot_idx, offsets, *, nk, key_dim, max_slots, nor
     batch = slot_idx.shape[0]
     items = total // C + batch
     group = nv // nk
-    # Value heads that one warpgroup takes together, to have more than one product in flight between two barriers.
-    together = 2 if group % 2 == 0 else 1
     halves = key_dim // LINE
     dtype = qkv.dtype
     tile = (C, SUB)
     scale = key_dim**-0.5
     units = 3 if items * nk > 2 * SMS and key_dim <= 128 else 1
-    steps = group // together
 
     def body(qkv_g, decay_g, beta_g, slot_g, off_g, w_g, r_g, vec_g, k_u, q_u, *scratch):
         unit = lax.axis_index("unit")
         *scratch, overlay = scratch if interpret is None else (*scratch[:-3], [[x] for x in scratch[-3:]])
-        k_rows, k_tiles, q_rows, q_tiles, key_s, pair_s, vec_s, gate_s, k_bar, q_bar, x_s, w_s, quad_s = [
+        k_rows, k_tiles, q_rows, q_tiles, key_s, scores_s, pair_s, vec_s, gate_s, k_bar, q_bar, x_s, w_s, quad_s = [
             ref.at[unit]
             for ref in (
                 *_aliases(interpret, k_u), *_aliases(interpret, q_u), *scratch, *[ref for (ref,) in overlay]
             )
         ]  # fmt: skip
-        r_s = (k_tiles, q_tiles)  # the raw rows are in registers before these are written
+        r_s = k_tiles  # the raw rows are in registers before R is written
 
-        def vector(n, k):
-            return vec_s.at[pl.ds((n * NUM_VECTORS + k) * C, C)]
+        def vector(k):
+            return vec_s.at[pl.ds(k * C, C)]
 
         item, key_head = lax.axis_index("item") * units + unit, lax.axis_index("head")
         b = _find_row(off_g, item, batch, total)
@@ -305,7 +302,7 @@ def _prepare(qkv, decay, beta, slot_idx, offsets, *, nk, key_dim, max_slots, nor
                     plgpu.copy_gmem_to_smem(source, target.at[i], bar)
             token = _iota((C,), 0, ROW)
 
-            def read_gates(head, n):
+            def read_gates(head):
                 """log2 decay and beta of the chunk into `gate_s`, zeros past the row's end."""
 
                 def gates(begin):
@@ -314,7 +311,7 @@ def _prepare(qkv, decay, beta, slot_idx, offsets, *, nk, key_dim, max_slots, nor
 
                 def put(values):
                     for kind, x in enumerate(values):
-                        store(gate_s.at[n, kind], jnp.where(token < valid, x, 0.0))
+                        store(gate_s.at[kind], jnp.where(token < valid, x, 0.0))
 
                 @pl.when(t0 + C <= total)
                 def _():
@@ -334,8 +331,7 @@ def _prepare(qkv, decay, beta, slot_idx, offsets, *, nk, key_dim, max_slots, nor
                     put([_vector(late(kind, t0 + C - total), ROW) for kind in range(2)])
                     plgpu.commit_smem()
 
-            for n in range(together):
-                read_gates(key_head * group + n, n)
+            read_gates(key_head * group)
 
             def normalised(tiles):
                 """float16 rows of norm 1 and the reciprocal norms; zeros past the row's end, whatever lies there."""
@@ -372,7 +368,7 @@ def _prepare(qkv, decay, beta, slot_idx, offsets, *, nk, key_dim, max_slots, nor
 
             kk, qk = _accumulate(interpret, [(C, C), (C, C)], gram)
             kk = jnp.where(row > col, kk, 0.0)
-            scores = jnp.where(row >= col, qk, 0.0).astype(f16)
+            scores_s[...] = jnp.where(row >= col, qk, 0.0).astype(f16)
 
             # Compact forms, [C, SUB]: what each 16-row block needs of the columns of one 16-column block.
             r, c = _iota(tile, 0), _iota(tile, 1)
@@ -403,162 +399,123 @@ def _prepare(qkv, decay, beta, slot_idx, offsets, *, nk, key_dim, max_slots, nor
                 x = x.astype(f16)
                 return jnp.concatenate([x * m for m in block16], axis=1)
 
-            def publish(buffer, xs):
-                for n, x in enumerate(xs):
-                    pair_s.at[n, buffer][...] = x.astype(f16)
+            def publish(buffer, x):
+                pair_s.at[buffer][...] = x.astype(f16)
                 plgpu.commit_smem()
 
-            def products(heads, shape=tile):
-                """For each head, the sums of the products in each of its lists of (left, right) operands."""
+            def products(*sums, shape=tile):
+                """The sums of the products in each list of (left, right) operands."""
 
                 def run(*accs):
-                    accs = iter(accs)
-                    pending = []
-                    for sums in heads:
-                        for pairs in sums:
-                            acc = next(accs)
-                            pending.append(acc)
-                            for a, b in pairs:
-                                acc.mma(a, b)
-                    return [acc.read() for acc in pending]
+                    for acc, pairs in zip(accs, sums, strict=True):
+                        for a, b in pairs:
+                            acc.mma(a, b)
+                    return [acc.read() for acc in accs]
 
-                count = sum(map(len, heads))
-                results = iter(_accumulate(interpret, [shape] * count, run))
-                return [[next(results) for _ in sums] for sums in heads]
+                return _accumulate(interpret, [shape] * len(sums), run)
 
-            def by_diagonal(xs, buffer):
-                """Block by block, each head's xs[n] @ what `publish` put in `buffer`."""
-                return [out for (out,) in products([[[(diagonal(x), pair_s.at[n, buffer])]] for n, x in enumerate(xs)])]
+            def by_diagonal(x, buffer):
+                """Block by block, x @ what `publish` put in `buffer`."""
+                return products([(diagonal(x), pair_s.at[buffer])])[0]
 
-            def some_heads(step, _):
-                ns = range(together)
-                head = key_head * group + step * together
-                beta_row = [_vector(gate_s.at[n, 1], ROW) for n in ns]
-                beta_tile = [_rows(x, SUB) for x in beta_row]
-                gamma = []
-                for j in ns:
-                    # cumulative log2 decay: a masked row sum stands in for a running sum
-                    total_g = None
-                    for n in range(4):
-                        g = _cols(_vector(gate_s.at[j, 0, pl.ds(SUB * n, SUB)], COL), C)
-                        g = jnp.where(c + SUB * n <= r, g, 0.0)
-                        total_g = g if total_g is None else total_g + g
-                    gamma.append(_row_sum(total_g))
+            def one_head(n, _):
+                head = key_head * group + n
+                beta_row = _vector(gate_s.at[1], ROW)
+                beta_tile = _rows(beta_row, SUB)
+                # cumulative log2 decay: a masked row sum stands in for a running sum
+                gamma = None
+                for j in range(4):
+                    g = _cols(_vector(gate_s.at[0, pl.ds(SUB * j, SUB)], COL), C)
+                    g = jnp.where(c + SUB * j <= r, g, 0.0)
+                    gamma = g if gamma is None else gamma + g
+                gamma = _row_sum(gamma)
 
                 # 8 x 8 diagonal blocks: (I + N)(I + N^2)(I + N^4), exact because N^8 = 0
                 # Rounded once, for all uses: on repeated keys the entries of the inverse are differences of
                 # equal numbers, and an error that all of them share would add up in W and R.
-                a = [(k_diag * x).astype(f16).astype(f32) for x in beta_tile]
-                n1 = [jnp.where(same_eighth, x * -1.0, 0.0) for x in a]
+                a = (k_diag * beta_tile).astype(f16).astype(f32)
+                n1 = jnp.where(same_eighth, a * -1.0, 0.0)
                 publish(0, n1)
                 n2 = by_diagonal(n1, 0)
                 publish(1, n2)
-                x = [y + identity for y in n1]
-                x_n2_n4 = products(
-                    [[[(diagonal(x[n]), pair_s.at[n, 1])], [(diagonal(n2[n]), pair_s.at[n, 1])]] for n in ns]
-                )
-                x = [x[n] + x_n2_n4[n][0] for n in ns]
-                publish(0, [x_n2_n4[n][1] for n in ns])
-                y = by_diagonal(x, 0)
-                x = [x[n] + y[n] for n in ns]
+                x = n1 + identity
+                x_n2, n4 = products([(diagonal(x), pair_s.at[1])], [(diagonal(n2), pair_s.at[1])])
+                x = x + x_n2
+                publish(0, n4)
+                x = x + by_diagonal(x, 0)
                 # 8 -> 16, 16 -> 32, 32 -> 64: the block below the diagonal becomes -X22 L21 X11
                 publish(1, x)
-                publish(0, by_diagonal([jnp.where(same_eighth, 0.0, y) for y in a], 1))
-                y = by_diagonal(x, 0)
-                x = [x[n] - y[n] for n in ns]
+                publish(0, by_diagonal(jnp.where(same_eighth, 0.0, a), 1))
+                x = x - by_diagonal(x, 0)
 
                 publish(1, x)
-                x16 = [y.astype(f16) for y in x]
-                a = [(k_pair * y).astype(f16) for y in beta_tile]
-                y = products(
-                    [[[(a[n] * block16[m], pair_s.at[n, 1, pl.ds((m - 1) * SUB, SUB)]) for m in (1, 3)]] for n in ns]
-                )
-                publish(0, [out for (out,) in y])
-                z = products(
-                    [[[(x16[n] * block16[m], pair_s.at[n, 0, pl.ds(m * SUB, SUB)]) for m in (1, 3)]] for n in ns]
-                )
-                left16 = [jnp.where(odd, z[n][0] * -1.0, x[n]).astype(f16) for n in ns]
-                right16 = [y * odd16 for y in x16]
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the previous heads' copies
-                for n in ns:
-                    quad_s.at[n, 0][...] = left16[n]
-                    quad_s.at[n, 1][...] = right16[n]
+                x16 = x.astype(f16)
+                a = (k_pair * beta_tile).astype(f16)
+                (y,) = products([(a * block16[m], pair_s.at[1, pl.ds((m - 1) * SUB, SUB)]) for m in (1, 3)])
+                publish(0, y)
+                (z,) = products([(x16 * block16[m], pair_s.at[0, pl.ds(m * SUB, SUB)]) for m in (1, 3)])
+                left16 = jnp.where(odd, z * -1.0, x).astype(f16)
+                right16 = x16 * odd16
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the previous head's copies
+                quad_s.at[0][...] = left16
+                quad_s.at[1][...] = right16
                 plgpu.commit_smem()
-                a = [[(k * y).astype(f16) for k in k_quad] for y in beta_tile]
-                y = products(
-                    [
-                        [
-                            [(a[n][m], quad_s.at[n, 0, pl.ds(m * SUB, SUB)]) for m in (0, 1)],
-                            [(a[n][1], quad_s.at[n, 1, pl.ds(SUB, SUB)])],
-                        ]
-                        for n in ns
-                    ]
+                a = [(k * beta_tile).astype(f16) for k in k_quad]
+                left, right = products(
+                    [(a[m], quad_s.at[0, pl.ds(m * SUB, SUB)]) for m in (0, 1)],
+                    [(a[1], quad_s.at[1, pl.ds(SUB, SUB)])],
                 )
-                for n in ns:
-                    pair_s.at[n, 0][...] = y[n][0].astype(f16)
-                    pair_s.at[n, 1][...] = y[n][1].astype(f16)
+                pair_s.at[0][...] = left.astype(f16)
+                pair_s.at[1][...] = right.astype(f16)
                 plgpu.commit_smem()
-                corner = [(left16[n] * lower16, right16[n] * lower16) for n in ns]
-                z = products(
-                    [
-                        [
-                            [(corner[n][m], pair_s.at[n, side, pl.ds((2 + m) * SUB, SUB)]) for m in (0, 1)]
-                            for side in (0, 1)
-                        ]
-                        for n in ns
-                    ]
+                corner = left16 * lower16, right16 * lower16
+                left, right = products(
+                    *[[(corner[m], pair_s.at[side, pl.ds((2 + m) * SUB, SUB)]) for m in (0, 1)] for side in (0, 1)]
                 )
-                for n in ns:
-                    x_s.at[n][...] = jnp.concatenate(
-                        [
-                            (z[n][0] * -1.0).astype(f16) + left16[n] * upper16,
-                            (z[n][1] * -1.0).astype(f16) + right16[n] * upper16,
-                            *corner[n],
-                        ],
-                        axis=1,
-                    )
-                    store(vector(n, LOG_GAMMA), gamma[n])
-                    store(vector(n, K_SCALE), rk * jnp.exp2(gamma[n]))
-                    store(vector(n, Q_SCALE), rq * scale * jnp.exp2(gamma[n]))
+                x_s[...] = jnp.concatenate(
+                    [
+                        (left * -1.0).astype(f16) + left16 * upper16,
+                        (right * -1.0).astype(f16) + right16 * upper16,
+                        *corner,
+                    ],
+                    axis=1,
+                )
+                store(vector(LOG_GAMMA), gamma)
+                store(vector(K_SCALE), rk * jnp.exp2(gamma))
+                store(vector(Q_SCALE), rq * scale * jnp.exp2(gamma))
                 plgpu.commit_smem()
 
-                w = []
-                for n in ns:
-                    ((x,),) = products([[[(scores, x_s.at[n])]]], (C, C))
-                    ratio = _rows(gamma[n], C) - _cols(_vector(vector(n, LOG_GAMMA), COL), C)
-                    # above the diagonal W is 0, and the ratio must not overflow there
-                    x = x * jnp.exp2(jnp.minimum(ratio, 0.0))
-                    w.append((x * _cols(_vector(gate_s.at[n, 1], COL) * scale, C)).astype(dtype))
-                    gamma_end = vec_s[(n * NUM_VECTORS + LOG_GAMMA + 1) * C - 1]
-                    r_scale = _rows(beta_row[n] * jnp.exp2(gamma_end - gamma[n]), LINE)
-                    for i in range(halves):
-                        ((x,),) = products([[[(x_s.at[n].transpose((1, 0)), key_s.at[i])]]], (C, LINE))
-                        r_s[n].at[i][...] = (x * r_scale).astype(dtype)
+                (x,) = products([(scores_s, x_s)], shape=(C, C))
+                ratio = _rows(gamma, C) - _cols(_vector(vector(LOG_GAMMA), COL), C)
+                # above the diagonal W is 0, and the ratio must not overflow there
+                x = x * jnp.exp2(jnp.minimum(ratio, 0.0))
+                w = (x * _cols(_vector(gate_s.at[1], COL) * scale, C)).astype(dtype)
+                gamma_end = vec_s[(LOG_GAMMA + 1) * C - 1]
+                r_scale = _rows(beta_row * jnp.exp2(gamma_end - gamma), LINE)
+                for i in range(halves):
+                    (x,) = products([(x_s.transpose((1, 0)), key_s.at[i])], shape=(C, LINE))
+                    r_s.at[i][...] = (x * r_scale).astype(dtype)
                 plgpu.commit_smem()  # all warps are through with X, whose place W takes
-                for n in ns:
-                    w_s.at[n][...] = w[n]
+                w_s[...] = w
                 plgpu.commit_smem()
-                for n in ns:
-                    vectors = vec_s.at[pl.ds(n * NUM_VECTORS * C, NUM_VECTORS * C)]
-                    plgpu.copy_smem_to_gmem(w_s.at[n], w_g.at[item, head + n])
-                    plgpu.copy_smem_to_gmem(r_s[n], r_g.at[item, head + n])
-                    plgpu.copy_smem_to_gmem(vectors, vec_g.at[item, head + n])
+                plgpu.copy_smem_to_gmem(w_s, w_g.at[item, head])
+                plgpu.copy_smem_to_gmem(r_s, r_g.at[item, head])
+                plgpu.copy_smem_to_gmem(vec_s.at[pl.ds(0, NUM_VECTORS * C)], vec_g.at[item, head])
 
-                @pl.when(step + 1 < steps)
+                @pl.when(n + 1 < group)
                 def _():
-                    for n in ns:
-                        read_gates(head + together + n, n)
+                    read_gates(head + 1)
                     plgpu.commit_smem()
 
-            lax.fori_loop(0, steps, some_heads, None)
+            lax.fori_loop(0, group, one_head, None)
             plgpu.wait_smem_to_gmem(0)
 
     # X, W and the 32 x 32 blocks take one another's place. All three need as many bytes a unit, or a unit's blocks
     # would lie in its neighbour's X and W, which may be in use. Of the C / SUB tiles of the blocks two are used.
     overlay = [
-        _swizzled((units, together, C, C), f16),
-        _swizzled((units, together, C, C), dtype),
-        _swizzled((units, together, C // SUB, C, SUB), f16),
+        _swizzled((units, C, C), f16),
+        _swizzled((units, C, C), dtype),
+        _swizzled((units, C // SUB, C, SUB), f16),
     ]
     kernel = plgpu.kernel(
         body,
@@ -575,9 +532,10 @@ def _prepare(qkv, decay, beta, slot_idx, offsets, *, nk, key_dim, max_slots, nor
             _copy_target(interpret, (units, halves, C, LINE), dtype),
             _copy_target(interpret, (units, halves, C, LINE), dtype),
             _swizzled((units, halves, C, LINE), f16),
-            _swizzled((units, together, 2, C, SUB), f16),
-            plgpu.SMEM((units, max(together * NUM_VECTORS, 4) * C), f32),
-            plgpu.SMEM((units, together, 2, C), f32),
+            _swizzled((units, C, C), f16),
+            _swizzled((units, 2, C, SUB), f16),
+            plgpu.SMEM((units, 4 * C), f32),
+            plgpu.SMEM((units, 2, C), f32),
             plgpu.Barrier(num_arrivals=halves, num_barriers=units),
             plgpu.Barrier(num_arrivals=halves, num_barriers=units),
             *([plgpu.RefUnion(*[[x] for x in overlay])] if interpret is None else overlay),
