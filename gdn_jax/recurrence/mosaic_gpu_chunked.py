@@ -19,7 +19,8 @@ log decays, all of them at most 1.
 
 Two kernels. `_prepare` works on all chunks at once and writes W, R and three vectors a chunk and value head. `_pass`
 walks each (row, value head, columns) serially: warpgroups with 64 value columns each carry S^T as float32 accumulators,
-and one more streams the inputs. docs/kernels_chunked.md has the whole story.
+and one more streams the inputs. Where that leaves many multiprocessors idle, `_both` does the two side by side.
+docs/kernels_chunked.md has the whole story.
 """
 
 import dataclasses
@@ -33,7 +34,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, memref
+from jaxlib.mlir.dialects import arith, memref, nvvm
 
 from gdn_jax._mosaic import EPS, compiler_params, is_row_of, store
 from gdn_jax._ragged import is_live, read_rows, row_bounds, token_rows
@@ -58,8 +59,9 @@ def _dims(qkv, recurrent_state):
     return nk, nv, key_dim, value_dim
 
 
-# Average tokens of a row from which algorithm="auto" takes the chunked form.
-CHUNKED_FROM = 32
+def _is_short(total, batch, nv):
+    """Whether rows of this average length are faster token by token: measured, from few rows and from many."""
+    return total < batch * (32 if batch * nv > SMS else 64)
 
 
 def unsupported(
@@ -75,10 +77,10 @@ def unsupported(
     precision,
 ):
     """Why this backend cannot serve the call, in one sentence; None when it can."""
-    _, _, key_dim, value_dim = _dims(qkv, recurrent_state)
+    _, nv, key_dim, value_dim = _dims(qkv, recurrent_state)
     if algorithm == "recurrent":
         return "the chunked Mosaic GPU kernel serves algorithm='chunked' and 'auto' only"
-    if algorithm == "auto" and qkv.shape[0] < CHUNKED_FROM * slot_idx.shape[0]:
+    if algorithm == "auto" and _is_short(qkv.shape[0], slot_idx.shape[0], nv):
         return "rows this short on average are faster token by token"
     if precision == "highest":
         return "the chunked Mosaic GPU kernel has 16-bit products; precision='highest' needs the recurrent algorithm"
@@ -257,40 +259,27 @@ def _find_row(offsets, item, batch, total):
     return low
 
 
-def _prepare(qkv, decay, beta, slot_idx, offsets, *, nk, key_dim, max_slots, normalise, interpret):
-    """W [items, nv, C, C], R [items, nv, key_dim / LINE, C, LINE] and float32 vectors [items, nv, NUM_VECTORS * C].
-
-    One warpgroup per (chunk, key head). W and R have the dtype of the tokens. The warpgroups of a CTA share nothing:
-    three in one are three that fit on a multiprocessor, as the registers of each are then limited to a third.
-    """
+def _preparation(qkv, decay, batch, *, nk, key_dim, max_slots, normalise, units, interpret):
+    """(what a warpgroup does for one chunk and key head, buffers, barriers, buffers that overlap, types of results)."""
     total, nv = decay.shape
-    batch = slot_idx.shape[0]
     items = total // C + batch
     group = nv // nk
     halves = key_dim // LINE
     dtype = qkv.dtype
     tile = (C, SUB)
     scale = key_dim**-0.5
-    units = 3 if items * nk > 2 * SMS and key_dim <= 128 else 1
 
-    def body(qkv_g, decay_g, beta_g, slot_g, off_g, w_g, r_g, vec_g, k_u, q_u, *scratch):
-        unit = lax.axis_index("unit")
-        *scratch, overlay = scratch if interpret is None else (*scratch[:-3], [[x] for x in scratch[-3:]])
+    def work(operands, buffers, unit, place, key_head, written=None):
+        qkv_g, decay_g, beta_g, slot_g, w_g, r_g, vec_g = operands
         k_rows, k_tiles, q_rows, q_tiles, key_s, scores_s, pair_s, vec_s, gate_s, k_bar, q_bar, x_s, w_s, quad_s = [
-            ref.at[unit]
-            for ref in (
-                *_aliases(interpret, k_u), *_aliases(interpret, q_u), *scratch, *[ref for (ref,) in overlay]
-            )
-        ]  # fmt: skip
+            ref.at[unit] for ref in buffers
+        ]
+        item, b, start, length, first = place
         r_s = k_tiles  # the raw rows are in registers before R is written
 
         def vector(k):
             return vec_s.at[pl.ds(k * C, C)]
 
-        item, key_head = lax.axis_index("item") * units + unit, lax.axis_index("head")
-        b = _find_row(off_g, item, batch, total)
-        start, length = _row_of(off_g, b, total)
-        first = (item - _item_of(start, b)) * C
         t0 = start + first
         valid = jnp.minimum(length - first, C)
 
@@ -509,6 +498,8 @@ def _prepare(qkv, decay, beta, slot_idx, offsets, *, nk, key_dim, max_slots, nor
 
             lax.fori_loop(0, group, one_head, None)
             plgpu.wait_smem_to_gmem(0)
+            if written is not None:
+                written()
 
     # X, W and the 32 x 32 blocks take one another's place. All three need as many bytes a unit, or a unit's blocks
     # would lie in its neighbour's X and W, which may be in use. Of the C / SUB tiles of the blocks two are used.
@@ -517,33 +508,57 @@ def _prepare(qkv, decay, beta, slot_idx, offsets, *, nk, key_dim, max_slots, nor
         _swizzled((units, C, C), dtype),
         _swizzled((units, C // SUB, C, SUB), f16),
     ]
+    buffers = [
+        _copy_target(interpret, (units, halves, C, LINE), dtype),
+        _copy_target(interpret, (units, halves, C, LINE), dtype),
+        _swizzled((units, halves, C, LINE), f16),
+        _swizzled((units, C, C), f16),
+        _swizzled((units, 2, C, SUB), f16),
+        plgpu.SMEM((units, 4 * C), f32),
+        plgpu.SMEM((units, 2, C), f32),
+    ]
+    barriers = [plgpu.Barrier(num_arrivals=halves, num_barriers=units)] * 2
+    results = [
+        jax.ShapeDtypeStruct((items, nv, C, C), dtype),
+        jax.ShapeDtypeStruct((items, nv, halves, C, LINE), dtype),
+        jax.ShapeDtypeStruct((items, nv, NUM_VECTORS * C), f32),
+    ]
+    return work, buffers, barriers, overlay, results
+
+
+def _prepare(qkv, decay, beta, slot_idx, offsets, *, nk, key_dim, max_slots, normalise, interpret):
+    """W [items, nv, C, C], R [items, nv, key_dim / LINE, C, LINE] and float32 vectors [items, nv, NUM_VECTORS * C].
+
+    One CTA, of one warpgroup, per (chunk, key head). W and R have the dtype of the tokens.
+    """
+    total = decay.shape[0]
+    batch = slot_idx.shape[0]
+    work, buffers, barriers, overlay, results = _preparation(
+        qkv, decay, batch,
+        nk=nk, key_dim=key_dim, max_slots=max_slots, normalise=normalise, units=1, interpret=interpret,
+    )  # fmt: skip
+
+    def body(qkv_g, decay_g, beta_g, slot_g, off_g, w_g, r_g, vec_g, k_u, q_u, *scratch):
+        *scratch, overlay = scratch if interpret is None else (*scratch[:-3], [[x] for x in scratch[-3:]])
+        scratch = *_aliases(interpret, k_u), *_aliases(interpret, q_u), *scratch, *[ref for (ref,) in overlay]
+        item = lax.axis_index("item")
+        b = _find_row(off_g, item, batch, total)
+        start, length = _row_of(off_g, b, total)
+        place = item, b, start, length, (item - _item_of(start, b)) * C
+        work((qkv_g, decay_g, beta_g, slot_g, w_g, r_g, vec_g), scratch, 0, place, lax.axis_index("head"))
+
     kernel = plgpu.kernel(
         body,
-        out_type=[
-            jax.ShapeDtypeStruct((items, nv, C, C), dtype),
-            jax.ShapeDtypeStruct((items, nv, halves, C, LINE), dtype),
-            jax.ShapeDtypeStruct((items, nv, NUM_VECTORS * C), f32),
-        ],
-        grid=(nk, pl.cdiv(items, units)),
+        out_type=results,
+        grid=(nk, total // C + batch),
         grid_names=("head", "item"),
-        num_threads=units,
-        thread_name="unit",
         scratch_types=[
-            _copy_target(interpret, (units, halves, C, LINE), dtype),
-            _copy_target(interpret, (units, halves, C, LINE), dtype),
-            _swizzled((units, halves, C, LINE), f16),
-            _swizzled((units, C, C), f16),
-            _swizzled((units, 2, C, SUB), f16),
-            plgpu.SMEM((units, 4 * C), f32),
-            plgpu.SMEM((units, 2, C), f32),
-            plgpu.Barrier(num_arrivals=halves, num_barriers=units),
-            plgpu.Barrier(num_arrivals=halves, num_barriers=units),
-            *([plgpu.RefUnion(*[[x] for x in overlay])] if interpret is None else overlay),
+            *buffers, *barriers, *([plgpu.RefUnion(*[[x] for x in overlay])] if interpret is None else overlay)
         ],
         compiler_params=_params(),
         interpret=interpret,
         kernel_name="gated_delta_chunk_prepare",
-    )
+    )  # fmt: skip
     return kernel(qkv, decay, beta, slot_idx, offsets)
 
 
@@ -551,18 +566,10 @@ def _params():
     return dataclasses.replace(compiler_params(), approx_math=True)
 
 
-def _pass(
-    qkv, w, r, vec, slot_idx, offsets, has_initial_state, scales, pool, *, nk, tiles, interpret, split=None
-):  # fmt: skip
-    """Outputs [T, nv * VD]; `pool` (a Ref) is updated. One CTA per (row, value head, `tiles` * 64 value columns).
-
-    `scales` is None or [2, B, nv]: what states are multiplied with when read, and when written. `split` is None or
-    (`_segments`, their initial states): each segment of a row then has its own CTAs, and the last writes the state.
-    """
-    table, initial = split or (None, None)
+def _passing(qkv, pool, batch, rows, *, nk, tiles, split, scaled_states, interpret):
+    """(what a CTA does for one row, value head and columns, buffers, barriers)."""
     total = qkv.shape[0]
     max_slots, nv, key_dim, value_dim = pool.shape
-    batch = slot_idx.shape[0]
     group = nv // nk
     halves = key_dim // LINE
     stages = 2 if key_dim == 256 else 3
@@ -570,23 +577,16 @@ def _pass(
     width = tiles * C
     # Registers a thread, of 65536 a CTA: accumulators where the products are, few where only copies are issued.
     math_registers = 232 if tiles == 2 else 240
-    rows = batch if table is None else table.shape[1]
 
-    def body(
-        qkv_g, w_g, r_g, vec_g, slot_g, off_g, init_g, scale_g, table_g, initial_g, pool_g, o_g,
-        q_u, k_u, v_u, w_s, r_s, vec_s, in_bar, in_free, tail_ready, done,
-    ):  # fmt: skip
-        q_rows, q_tiles = _aliases(interpret, q_u)
-        k_rows, k_tiles = _aliases(interpret, k_u)
-        v_rows, v_tiles, v_plain = _aliases(interpret, v_u, 3)
-        b = lax.axis_index("row")
-        head = lax.axis_index("head")
-        first_column = lax.axis_index("column") * width
+    def work(operands, buffers, wg, b, head, column, await_item=None):
+        qkv_g, w_g, r_g, vec_g, slot_g, off_g, init_g, scale_g, table_g, initial_g, pool_g, o_g = operands
+        (q_rows, q_tiles), (k_rows, k_tiles), (v_rows, v_tiles, v_plain), w_s, r_s, vec_s, *barriers = buffers
+        in_bar, in_free, tail_ready, done = barriers
+        first_column = column * width
         key_head = lax.div(head, i32(group))
-        wg = lax.axis_index("wg")
         part_b = jnp.minimum(b, rows - 1)
         row_b = lax.div(part_b, i32(rows // batch))
-        if table is None:
+        if not split:
             start, length = _row_of(off_g, row_b, total)
             item = _item_of(start, row_b)
         else:
@@ -660,11 +660,11 @@ def _pass(
                 return pool_g.at[slot, head, pl.ds(i * LINE, LINE), columns]
 
             def scaled(x, n):
-                return x if scales is None else x * scale_g[n, row_b, head]
+                return x if not scaled_states else x * scale_g[n, row_b, head]
 
             @pl.when(n_chunks > 0)
             def _():
-                if table is None:
+                if not split:
                     state = lax.cond(
                         init_g[row_b] != 0,
                         lambda: tuple(scaled(_load_transposed(interpret, part(i)), 0) for i in range(halves)),
@@ -743,7 +743,7 @@ def _pass(
                     plgpu.commit_smem()
                     drain(plain, start + (n_chunks - 1) * C, last, channel)
 
-                @pl.when(True if table is None else table_g[IS_LAST, part_b] != 0)
+                @pl.when(True if not split else table_g[IS_LAST, part_b] != 0)
                 def _():
                     for i in range(halves):
                         _store_transposed(interpret, part(i), scaled(state[i], 1))
@@ -783,11 +783,13 @@ def _pass(
 
                 for i in range(halves):
                     copy((nk + key_head) * key_dim + i * LINE, k_rows.at[s, i])
-                plgpu.copy_gmem_to_smem(vec_g.at[item + n, head], vec_s.at[s], in_bar.at[s])
                 for m in range(tiles):
                     copy(2 * nk * key_dim + head * value_dim + first_column + m * C, v_rows.at[s, m])
                 for i in range(halves):
                     copy(key_head * key_dim + i * LINE, q_rows.at[s, i])
+                if await_item is not None:
+                    await_item(item + n, key_head)
+                plgpu.copy_gmem_to_smem(vec_g.at[item + n, head], vec_s.at[s], in_bar.at[s])
                 plgpu.copy_gmem_to_smem(r_g.at[item + n, head], r_s.at[s], in_bar.at[s])
                 plgpu.copy_gmem_to_smem(w_g.at[item + n, head], w_s.at[s], in_bar.at[s])
 
@@ -822,30 +824,158 @@ def _pass(
 
     target = partial(_copy_target, interpret)
     bar = plgpu.Barrier
+    buffers = [
+        target((stages, halves, C, LINE), dtype),
+        target((stages, halves, C, LINE), dtype),
+        target((stages, tiles, C, C), dtype, plgpu.SMEM((stages, tiles, C, C), dtype)),
+        _swizzled((stages, C, C), dtype),
+        _swizzled((stages, halves, C, LINE), dtype),
+        plgpu.SMEM((stages, NUM_VECTORS * C), f32),
+    ]
+    barriers = [
+        bar(num_arrivals=2 * halves + tiles + 3, num_barriers=stages),
+        bar(num_arrivals=tiles, num_barriers=stages),
+        bar(),
+        bar(num_arrivals=tiles + 1),
+    ]
+    return work, buffers, barriers
+
+
+def _pass(
+    qkv, w, r, vec, slot_idx, offsets, has_initial_state, scales, pool, *, nk, tiles, interpret, split=None
+):  # fmt: skip
+    """Outputs [T, nv * VD]; `pool` (a Ref) is updated. One CTA per (row, value head, `tiles` * 64 value columns).
+
+    `scales` is None or [2, B, nv]: what states are multiplied with when read, and when written. `split` is None or
+    (`_segments`, their initial states): each segment of a row then has its own CTAs, and the last writes the state.
+    """
+    table, initial = split or (None, None)
+    total = qkv.shape[0]
+    _, nv, _, value_dim = pool.shape
+    batch = slot_idx.shape[0]
+    rows = batch if table is None else table.shape[1]
+    work, buffers, barriers = _passing(
+        qkv, pool, batch, rows,
+        nk=nk, tiles=tiles, split=split is not None, scaled_states=scales is not None, interpret=interpret,
+    )  # fmt: skip
+
+    def body(*refs):
+        operands, (q_u, k_u, v_u, *buffers) = refs[:12], refs[12:]
+        buffers = _aliases(interpret, q_u), _aliases(interpret, k_u), _aliases(interpret, v_u, 3), *buffers
+        work(operands, buffers, *[lax.axis_index(name) for name in ("wg", "row", "head", "column")])
+
     kernel = plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((total, nv * value_dim), dtype),
-        grid=(value_dim // width, nv, rows + 1),
+        out_type=jax.ShapeDtypeStruct((total, nv * value_dim), qkv.dtype),
+        grid=(value_dim // (tiles * C), nv, rows + 1),
         grid_names=("column", "head", "row"),
         num_threads=tiles + 1,
         thread_name="wg",
-        scratch_types=[
-            target((stages, halves, C, LINE), dtype),
-            target((stages, halves, C, LINE), dtype),
-            target((stages, tiles, C, C), dtype, plgpu.SMEM((stages, tiles, C, C), dtype)),
-            _swizzled((stages, C, C), dtype),
-            _swizzled((stages, halves, C, LINE), dtype),
-            plgpu.SMEM((stages, NUM_VECTORS * C), f32),
-            bar(num_arrivals=2 * halves + tiles + 3, num_barriers=stages),
-            bar(num_arrivals=tiles, num_barriers=stages),
-            bar(),
-            bar(num_arrivals=tiles + 1),
-        ],
+        scratch_types=[*buffers, *barriers],
         compiler_params=_params(),
         interpret=interpret,
         kernel_name="gated_delta_chunk_pass",
     )
     return kernel(qkv, w, r, vec, slot_idx, offsets, has_initial_state, scales, table, initial, pool)
+
+
+def _both(qkv, decay, beta, slot_idx, offsets, has_initial_state, scales, pool, *, nk, workers, normalise):
+    """`_prepare` and `_pass` in one kernel, side by side: outputs [T, nv * VD]; `pool` (a Ref) is updated.
+
+    `workers` CTAs prepare chunks, in the order in which they are needed; each of the others carries the state of one
+    (row, value head, 64 columns) and waits for its next chunk where it has to. Preparing CTAs come first in the grid
+    and wait for nothing, so that this ends however few CTAs run at a time. Every sum is taken as in the two kernels.
+    """
+    total = qkv.shape[0]
+    max_slots, nv, key_dim, value_dim = pool.shape
+    batch = slot_idx.shape[0]
+    chunks, items = pl.cdiv(total, C), total // C + batch
+    columns = value_dim // C
+    units = 2  # as many warpgroups as carrying a state takes
+    prepare, buffers, barriers, overlay, results = _preparation(
+        qkv, decay, batch,
+        nk=nk, key_dim=key_dim, max_slots=max_slots, normalise=normalise, units=units, interpret=None,
+    )  # fmt: skip
+    carry, pass_buffers, pass_barriers = _passing(
+        qkv, pool, batch, batch,
+        nk=nk, tiles=1, split=False, scaled_states=scales is not None, interpret=None,
+    )  # fmt: skip
+
+    def body(
+        qkv_g, decay_g, beta_g, slot_g, off_g, init_g, scale_g, pool_g,
+        o_g, w_g, r_g, vec_g, memory, prepare_barriers, pass_barriers,
+    ):  # fmt: skip
+        cta, wg = lax.axis_index("cta"), lax.axis_index("wg")
+        # How often the results for a (chunk, key head) have been written: once they are there, 1.
+        ready = pl.get_global(plgpu.SemaphoreType.REGULAR((items * nk,)))
+        first, second, third, *views = memory
+
+        @pl.when(cta < workers)
+        def _():
+            operands = qkv_g, decay_g, beta_g, slot_g, w_g, r_g, vec_g
+            (k_rows, q_rows, *shared, x_s), (k_tiles, q_tiles, *_, w_s), (*_, quad_s) = first, second, third
+            refs = k_rows, k_tiles, q_rows, q_tiles, *shared, *prepare_barriers, x_s, w_s, quad_s
+
+            def one(n, _):
+                # All warpgroups of all CTAs take a chunk before any takes its second.
+                place = (n * units + wg) * workers + cta
+                place, key_head = lax.div(place, i32(nk)), lax.rem(place, i32(nk))
+                chunk, b = lax.div(place, i32(batch)), lax.rem(place, i32(batch))
+                start, length = _row_of(off_g, b, total)
+                item = _item_of(start, b) + chunk
+
+                def signal():
+                    plgpu.semaphore_signal(ready.at[item * nk + key_head], memory_scope="gpu")
+
+                prepare(operands, refs, wg, (item, b, start, length, chunk * C), key_head, signal)
+
+            lax.fori_loop(0, pl.cdiv(chunks * batch * nk, units * workers), one, None)
+
+        @pl.when(cta >= workers)
+        def _():
+            operands = qkv_g, w_g, r_g, vec_g, slot_g, off_g, init_g, scale_g, None, None, pool_g, o_g
+            (q_rows, k_rows, v_rows, *shared), (q_tiles, k_tiles, v_tiles, *_), (_, _, v_plain, *_) = views
+            refs = (q_rows, q_tiles), (k_rows, k_tiles), (v_rows, v_tiles, v_plain), *shared, *pass_barriers
+            place, column = lax.div(cta - workers, i32(columns)), lax.rem(cta - workers, i32(columns))
+
+            def await_item(item, key_head):
+                plgpu.semaphore_wait(ready.at[item * nk + key_head], decrement=False, memory_scope="gpu")
+                _order_copies()
+
+            carry(operands, refs, wg, lax.div(place, i32(nv)), lax.rem(place, i32(nv)), column, await_item)
+
+    memory = [*_views([*buffers, plgpu.RefUnion(*[[x] for x in overlay])]), *_views(pass_buffers)]
+    kernel = plgpu.kernel(
+        body,
+        out_type=[jax.ShapeDtypeStruct((total, nv * value_dim), qkv.dtype), *results],
+        grid=(workers + columns * nv * (batch + 1),),
+        grid_names=("cta",),
+        num_threads=units,
+        thread_name="wg",
+        scratch_types=[plgpu.RefUnion(*memory), barriers, pass_barriers],
+        compiler_params=_params(),
+        kernel_name="gated_delta_chunk",
+    )
+    return kernel(qkv, decay, beta, slot_idx, offsets, has_initial_state, scales, pool)[0]
+
+
+def _views(buffers):
+    """Three lists of refs that each lie in memory like `buffers`, with the first, second and third alias of unions."""
+
+    def alias(ref, n):
+        return ref.refs[min(n, len(ref.refs) - 1)][0] if isinstance(ref, plgpu.RefUnion) else ref
+
+    return [[alias(ref, n) for ref in buffers] for n in range(3)]
+
+
+def _order_copies():
+    """Bulk copies that this warpgroup issues from here on read what other CTAs' had written before it was told."""
+
+    @plgpu.inline_mgpu()
+    def fence(_):
+        nvvm.fence_proxy(nvvm.ProxyKind.async_global)
+
+    fence()
 
 
 # Rows of the table of segments: first token, tokens, first item, whether the row ends in this segment.
@@ -1027,27 +1157,36 @@ def recurrence(
     # true T first keeps the tokens added here out of every row.
     offsets = jnp.minimum(input_row_offsets, total) if short else input_row_offsets
     qkv, decay, beta = [jnp.pad(x, ((0, short), (0, 0))) if short else x for x in (qkv, decay, beta)]
-    w, r, vec = _prepare(
-        qkv, decay, beta, slot_idx, offsets,
-        nk=nk, key_dim=key_dim, max_slots=recurrent_state.shape[0], normalise=dtype != f32, interpret=interpret,
-    )  # fmt: skip
-    split = None
     count = _num_segments(total, slot_idx.shape[0], nv, key_dim, value_dim)
-    if count > 1:
-        table = _segments(offsets, total, count)
-        maps = _segment_maps(
-            qkv, r, vec, slot_idx, table,
-            count=count, dims=(nk, nv, key_dim, value_dim), max_slots=recurrent_state.shape[0], interpret=interpret,
+    workers = _num_workers(total, slot_idx.shape[0], nv, key_dim, value_dim) if count == 1 and interpret is None else 0
+    if workers:
+        pool = jax.new_ref(recurrent_state)
+        out = _both(
+            qkv, decay, beta, slot_idx, offsets, has_initial_state.astype(i32), scales, pool,
+            nk=nk, workers=workers, normalise=dtype != f32,
+        )[:total]  # fmt: skip
+    else:
+        w, r, vec = _prepare(
+            qkv, decay, beta, slot_idx, offsets,
+            nk=nk, key_dim=key_dim, max_slots=recurrent_state.shape[0], normalise=dtype != f32, interpret=interpret,
         )  # fmt: skip
-        states = read_rows(recurrent_state, slot_idx, is_live(slot_idx, recurrent_state.shape[0]) & has_initial_state)
-        if scales is not None:
-            states = states * scales[0, :, :, None, None]
-        split = table, _initial_states(maps, states, count)
-    pool = jax.new_ref(recurrent_state)
-    out = _pass(
-        qkv, w, r, vec, slot_idx, offsets, has_initial_state.astype(i32), scales, pool,
-        nk=nk, tiles=_tiles(slot_idx.shape[0], nv, key_dim, value_dim), interpret=interpret, split=split,
-    )[:total]  # fmt: skip
+        split = None
+        if count > 1:
+            table = _segments(offsets, total, count)
+            maps = _segment_maps(
+                qkv, r, vec, slot_idx, table,
+                count=count, dims=(nk, nv, key_dim, value_dim), max_slots=recurrent_state.shape[0], interpret=interpret,
+            )  # fmt: skip
+            live = is_live(slot_idx, recurrent_state.shape[0])
+            states = read_rows(recurrent_state, slot_idx, live & has_initial_state)
+            if scales is not None:
+                states = states * scales[0, :, :, None, None]
+            split = table, _initial_states(maps, states, count)
+        pool = jax.new_ref(recurrent_state)
+        out = _pass(
+            qkv, w, r, vec, slot_idx, offsets, has_initial_state.astype(i32), scales, pool,
+            nk=nk, tiles=_tiles(slot_idx.shape[0], nv, key_dim, value_dim), interpret=interpret, split=split,
+        )[:total]  # fmt: skip
     if token_scale is not None:
         out = out.reshape(total, nv, value_dim).astype(f32) * (1.0 / token_scale)[..., None]
         out = out.reshape(total, nv * value_dim)
@@ -1098,3 +1237,12 @@ def _num_segments(total, batch, nv, key_dim, value_dim):
     columns = batch * nv * (value_dim + key_dim) // C
     count = min(SMS // columns + 1, total // (32 * C))
     return count if count >= 3 else 1
+
+
+def _num_workers(total, batch, nv, key_dim, value_dim):
+    """CTAs that prepare chunks beside those that carry states, in one kernel; 0 for one kernel after the other.
+
+    Measured: worth it from 32 chunks a row on, where the states leave half of the multiprocessors idle.
+    """
+    carrying = batch * nv * value_dim // C
+    return SMS - carrying if carrying <= SMS // 2 and total >= 32 * C * batch and key_dim <= 128 else 0
