@@ -51,7 +51,8 @@ _SHARED_UNIT = 1024
 _SHARED_RESERVED = 4096
 """Enough for what Mosaic adds to the buffers: 2048 bytes for reductions, and barriers."""
 _GROUP = 4
-"""Tokens of a window that are computed as straight-line code."""
+_VERIFY_GROUP = 2
+"""Tokens of a window that are computed as straight-line code; fewer in a verify, for its code and compile time."""
 _ROWS_PROGRAMS = 256
 """Programs from which on states travel through shared memory in whole rows."""
 _ROWS_BYTES = 32 * 1024
@@ -310,6 +311,7 @@ def run_rows(tokens, rows, pool, ring=None, ring_slot_idx=None, *, plan=None, in
     if plan is None:
         plan = plan_rows(num_tokens, batch, num_value_heads, key_dim, value_dim, dtypes, ring is not None)
     tile, window = plan.tile, plan.window
+    straight_tokens = _GROUP if ring is None else _VERIFY_GROUP
     num_tiles = value_dim // tile
     num_programs = batch * num_value_heads * num_tiles
     chunks = [pl.ds(c, KEY_LANES) for c in range(0, key_dim, KEY_LANES)]
@@ -532,6 +534,7 @@ def run_rows(tokens, rows, pool, ring=None, ring_slot_idx=None, *, plan=None, in
                 store(out_g.at[start, out_columns], out)
                 plgpu.commit_smem()
                 spread = along_keys(load(factor_s, part.factor_layout), part.unit, part.layout)
+
                 def write(r, _):
                     at = some(0, r)
                     keys = part.load_keys([keys_s.at[c] for c in at])
@@ -689,18 +692,18 @@ def run_rows(tokens, rows, pool, ring=None, ring_slot_idx=None, *, plan=None, in
                     return state
 
                 def straight(g, state):
-                    """`_GROUP` tokens, each one's operands loaded before the output ahead of it is stored."""
-                    following = operands(g * _GROUP)
-                    for p in (g * _GROUP + u for u in range(_GROUP)):
+                    """`straight_tokens` tokens, each one's operands loaded before the output ahead of it is stored."""
+                    following = operands(g * straight_tokens)
+                    for p in (g * straight_tokens + u for u in range(straight_tokens)):
                         current = following
                         following = operands(jnp.minimum(p + 1, window - 1))
                         needed = None if ring is None else commits | (first + p + 1 < end)
                         state = step(p, state, current, needed)
                     return state
 
-                groups = lax.div(count, _GROUP)
+                groups = lax.div(count, straight_tokens)
                 state = lax.fori_loop(0, groups, straight, state)
-                state = lax.fori_loop(groups * _GROUP, count, lambda p, s: step(p, s, operands(p)), state)
+                state = lax.fori_loop(groups * straight_tokens, count, lambda p, s: step(p, s, operands(p)), state)
                 if ring is not None:
                     plgpu.commit_smem()
 
