@@ -6,7 +6,6 @@ shared memory in pieces while the records of the request are fetched; each piece
 rows at a time, as soon as it is there, and a bulk copy takes it home while the next one is folded.
 """
 
-
 import jax
 import jax.numpy as jnp
 from jax import lax
