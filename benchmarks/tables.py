@@ -16,7 +16,14 @@ from collections.abc import Callable
 
 ROOT = pathlib.Path(__file__).parent.parent
 OURS = "gdn_jax"
-PEERS = {"fla": "FLA", "jla": "jla", "max": "MAX", "flashinfer": "FlashInfer", "flashqla": "FlashQLA"}
+PEERS = {
+    "gdn_jax_triton": "`triton`",
+    "fla": "FLA",
+    "jla": "jla",
+    "max": "MAX",
+    "flashinfer": "FlashInfer",
+    "flashqla": "FlashQLA",
+}
 MARKED = re.compile(r"(<!-- benchmarks:begin ([\w-]+) -->\n).*?(<!-- benchmarks:end \2 -->)", re.DOTALL)
 
 

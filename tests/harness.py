@@ -138,6 +138,9 @@ class Implementation:
         if operation == "gated_delta_recurrence_verify_ring" and self.name == "mosaic_gpu" and 0 in arguments[4].shape:
             return True
         pool = arguments[0] if operation == "gated_delta_state_fold" else arguments[3]
+        if self.name == "triton":
+            narrow = arguments[0].dtype != jnp.bfloat16 and np.shape(pool)[-2] <= 128
+            return options.get("algorithm") == "chunked" and not narrow
         selection = {name: options[name] for name in ("algorithm", "precision") if name in options}
         return not self.serves(np.shape(pool)[-2:], **selection)
 

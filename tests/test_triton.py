@@ -341,7 +341,8 @@ def test_a_jax_triton_that_does_not_fit_is_passed_over(monkeypatch):
         ((2, 1, 16, 300), "bfloat16", "auto", "value_head_dim is 300"),
         ((2, 1, 192, 16), "float32", "chunked", "key_head_dim up to 128"),
         ((2, 1, 192, 16), "float32", "auto", None),
-        ((2, 1, 192, 16), "bfloat16", "chunked", None),
+        ((2, 1, 128, 16), "bfloat16", "chunked", "repeated keys"),
+        ((2, 1, 128, 16), "float16", "chunked", None),
     ],
 )
 def test_refusals(sizes, dtype, algorithm, reason):
