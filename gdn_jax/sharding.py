@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
@@ -58,7 +59,10 @@ def fused_channel_order(
 
     Raises:
         ValueError: head_shards is not positive, or does not divide num_key_heads or num_value_heads.
+        TypeError: head_shards is no integer.
     """
+    if not isinstance(head_shards, int | np.integer):
+        raise TypeError(f"fused_channel_order: head_shards is {head_shards!r}, must be an int")
     for name, heads in (("num_key_heads", num_key_heads), ("num_value_heads", num_value_heads)):
         if head_shards < 1 or heads % head_shards:
             raise ValueError(f"fused_channel_order: head_shards is {head_shards}, must divide {name} = {heads}")
@@ -92,7 +96,8 @@ def over_devices(operation: Callable, *, heads: str | None = None, data: str | N
 
     Raises:
         ValueError: when called, if the mesh in force lacks an axis, or a size does not divide; the message names the
-            argument. TypeError: the operation is none of the four.
+            argument. JAX's own: on explicit axes, for an array that is not split that way yet.
+        TypeError: the operation is none of the four.
     """
     signature = inspect.signature(operation)
     name = getattr(operation, "__name__", repr(operation))
@@ -107,7 +112,7 @@ def over_devices(operation: Callable, *, heads: str | None = None, data: str | N
         for role, axis in axes.items():
             if axis is not None and axis not in mesh.axis_names:
                 raise ValueError(f"{name}: {role} is {axis!r}, must be an axis of the mesh in force, {mesh.axis_names}")
-        present = {key: given.pop(key) for key in arrays if given.get(key) is not None}
+        present = {key: jnp.asarray(given.pop(key)) for key in arrays if given.get(key) is not None}
         _check_sizes(name, present, {role: (axis, mesh.shape[axis]) for role, axis in axes.items() if axis is not None})
         specs = {key: PartitionSpec(*(axes.get(role) for role in _DIMENSIONS[key])) for key in present}
 
@@ -124,16 +129,19 @@ def over_devices(operation: Callable, *, heads: str | None = None, data: str | N
 
 
 def _check_sizes(operation: str, arrays: dict[str, ArrayLike], axes: dict[str, tuple[str, int]]) -> None:
-    """A `ValueError` by name where a mesh axis does not divide what is split over it."""
+    """A `ValueError` by name where an argument lacks what is split, or a mesh axis does not divide it."""
     shapes: dict[str, tuple[int, ...]] = {key: np.shape(value) for key, value in arrays.items()}
     counts: list[tuple[str, str, int, str]] = []  # argument, what is split, how many there are, the role of the axis
     for key, shape in shapes.items():
+        if len(shape) < len(_DIMENSIONS[key]):
+            at_least = f"at least {len(_DIMENSIONS[key])} dimensions"
+            raise ValueError(f"{operation}: {key} has shape {shape}, must have {at_least} to be split over a mesh")
         for dimension, role in enumerate(_DIMENSIONS[key]):
-            if role in axes and dimension < len(shape):
+            if role in axes:
                 counts.append((key, _counted(key, dimension), shape[dimension], role))
     state = shapes.get("recurrent_state", ())
     qkv: Any = shapes.get("qkv_conv_output", ())
-    if "heads" in axes and len(state) == 4 and len(qkv) == 2:
+    if "heads" in axes and len(state) == 4 and state[2] > 0 and len(qkv) == 2:
         # Value heads may divide where their key heads do not. It comes first: fused rows have channels, not heads.
         key_heads = (qkv[1] - state[1] * state[3]) // (2 * state[2])
         counts.insert(0, ("qkv_conv_output", "num_key_heads", key_heads, "heads"))

@@ -219,6 +219,9 @@ def test_operations_over_devices(operation, data, model, axis_type):
         ),
         ({"slot_idx": (3,)}, r"slot_idx of shape \(3,\) has dimension 0 = 3, must be a multiple of 2, .* axis 'data'"),
         ({"recurrent_state": (5, 8, 32, 16)}, r"recurrent_state of shape \(5, 8, 32, 16\) has dimension 0 = 5"),
+        ({"decay_per_token": (8,)}, r"decay_per_token has shape \(8,\), must have at least 2 dimensions"),
+        ({"recurrent_state": ()}, r"recurrent_state has shape \(\), must have at least 2 dimensions"),
+        ({"recurrent_state": (4, 8, 0, 16)}, "key_head_dim|qkv_conv_output"),
     ],
 )
 def test_what_does_not_divide_is_named(change, message):
@@ -227,6 +230,22 @@ def test_what_does_not_divide_is_named(change, message):
     given |= {name: np.zeros(shape, given[name].dtype) for name, shape in change.items()}
     with jax.set_mesh(mesh_of(2, 4)), pytest.raises(ValueError, match=message):
         step(**given)
+
+
+def test_lists_are_arrays_to_a_mesh_too():
+    step = over_devices(gdn_jax.gated_delta_recurrence_fwd, heads="model", data="data")
+    given = arguments("recurrence", 2)
+    with jax.set_mesh(mesh_of(2, 2)):
+        expected = step(**given)
+        results = step(**{**given, "slot_idx": np.asarray(given["slot_idx"]).tolist()})
+    for result, reference in zip(results, expected, strict=True):
+        assert_same_bits(result, reference)
+
+
+@pytest.mark.parametrize("head_shards", [None, 2.0])
+def test_head_shards_of_another_type(head_shards):
+    with pytest.raises(TypeError, match=r"head_shards is .*, must be an int"):
+        fused_channel_order(2, 4, 16, 16, head_shards=head_shards)
 
 
 def test_an_axis_or_an_operation_that_is_not_there():
