@@ -34,9 +34,14 @@ class ResultFile:
         self._merge = merge
         self._keep = keep
         self._content: dict = {}
+        self._found: tuple[str, dict] | None = None
 
     def environment(self, impl: str, fields: dict) -> None:
-        """What a process found before it measures. The package's own process decides the head of the file."""
+        """What a process found before it measures. The package's own process decides the head of the file.
+
+        A merged run that measures nothing must not stand as the one that the results are of: it is entered with
+        its first record.
+        """
         today = datetime.datetime.now(datetime.UTC).date().isoformat()
         if not self._content:
             path = self.path = self.path or RESULTS / f"{result_name(fields['device'])}.json"
@@ -45,16 +50,25 @@ class ResultFile:
                 raise ValueError(f"{path} is of {old['device']}, and this is {fields['device']}")
             self._content = {"device": fields["device"], "versions": {}, "date": today, "command": self._command}
             self._content |= {"copy_gbps": None, "matmul_tflops": None, "runs": {}, "records": [], "skipped": []} | old
+        self._found = impl, {"date": today, "command": self._command, **fields}
+        if impl not in self._content["runs"]:
+            self._enter()
+
+    def _enter(self) -> None:
+        if self._found is None:
+            return
+        (impl, fields), self._found = self._found, None
         content = self._content
-        content["runs"][impl] = {"date": today, "command": self._command, **fields}
+        content["runs"][impl] = fields
         content["skipped"] = [x for x in content["skipped"] if x["impl"] != impl]
         content["versions"] |= fields["versions"]
         if impl == "gdn_jax" or content["copy_gbps"] is None:
             rates = {name: fields.get(name) for name in ("copy_gbps", "matmul_tflops")}
-            content.update(date=today, command=self._command, **rates)
+            content.update(date=fields["date"], command=self._command, **rates)
         self._write()
 
     def record(self, fields: dict) -> None:
+        self._enter()
         self._replace("records", fields)
 
     def skipped(self, fields: dict) -> None:

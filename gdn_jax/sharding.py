@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
-from jax.typing import ArrayLike
 
 # Which dimension of an argument runs over requests (or their tokens, slots, offsets), and which over heads.
 _DIMENSIONS = {
@@ -128,7 +127,7 @@ def over_devices(operation: Callable, *, heads: str | None = None, data: str | N
     return split
 
 
-def _check_sizes(operation: str, arrays: dict[str, ArrayLike], axes: dict[str, tuple[str, int]]) -> None:
+def _check_sizes(operation: str, arrays: dict[str, jax.Array], axes: dict[str, tuple[str, int]]) -> None:
     """A `ValueError` by name where an argument lacks what is split, or a mesh axis does not divide it."""
     shapes: dict[str, tuple[int, ...]] = {key: np.shape(value) for key, value in arrays.items()}
     counts: list[tuple[str, str, int, str]] = []  # argument, what is split, how many there are, the role of the axis

@@ -178,7 +178,14 @@ def test_result_files_merge(tmp_path):
     assert len(content["skipped"]) == 1
     again = ResultFile(path, "third", merge=True)
     again.environment("gdn_jax", head)
-    assert json.loads(path.read_text())["skipped"] == []
+    again.skipped({"case": "decode/f32/B32", "impl": "gdn_jax", "reason": "time budget"})
+    content = json.loads(path.read_text())
+    assert content["command"] == content["runs"]["gdn_jax"]["command"] == "first"
+    assert len(content["skipped"]) == 2
+    again.record(record("decode/f32/B8"))
+    content = json.loads(path.read_text())
+    assert content["command"] == content["runs"]["gdn_jax"]["command"] == "third"
+    assert content["skipped"] == []
     other = ResultFile(path, "fourth", merge=True)
     with pytest.raises(ValueError, match="NVIDIA H200"):
         other.environment("gdn_jax", {**head, "device": "NVIDIA H100"})
