@@ -227,7 +227,7 @@ class Suite:
 
 
 def versions() -> dict[str, str]:
-    names = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "numpy")
+    names = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "jax-triton", "triton", "numpy")
     found = {"gdn_jax": gdn_jax.__version__, "python": platform.python_version()}
     for name in names:
         try:

@@ -150,7 +150,9 @@ def environment(results: Results) -> str:
     lines = [f"{content['device']}, {content['date']}; {versions}."]
     if content.get("copy_gbps"):
         lines.append(f"Device copy in the same run, bytes read and written: {content['copy_gbps']:.0f} GB/s.")
-    lines += [f"`{command}`" for command in dict.fromkeys(run["command"] for run in content.get("runs", {}).values())]
+    measured = {record["impl"] for record in content["records"]}
+    runs = [run for impl, run in content.get("runs", {}).items() if impl in measured]
+    lines += [f"`{command}`" for command in dict.fromkeys(run["command"] for run in runs)]
     return "  \n".join(lines) + "\n"
 
 

@@ -35,20 +35,18 @@ def device_kind(platform: str) -> str | None:
     abstract_device = jax.sharding.get_abstract_mesh().abstract_device
     if abstract_device is not None:
         return abstract_device.device_kind
-    try:
-        return jax.devices(platform)[0].device_kind
-    except RuntimeError:  # no such backend here
-        return None
+    return jax.devices(platform)[0].device_kind if has_local_device(platform) else None
 
 
 def has_local_device(platform: str) -> bool:
+    """Whether this process sees a device of the platform."""
     try:
         return bool(jax.devices(platform))
     except RuntimeError:  # no such backend here
         return False
 
 
-def triton_call(kernel, operands, pools, out_types, *, grid, num_warps, num_stages, compute_capability, **constants):
+def triton_call(kernel, operands, pools, out_types, *, grid, num_warps, num_stages, **constants):
     """Calls a `triton.jit` kernel through jax-triton: `(outputs, pools)`, the pools updated in place.
 
     The kernel's parameters are the operands (arrays and ints), the pools, the outputs, and for each pool one more that
@@ -58,7 +56,6 @@ def triton_call(kernel, operands, pools, out_types, *, grid, num_warps, num_stag
     import jax_triton  # pyright: ignore[reportMissingImports]
 
     options = {"kernel": kernel, "grid": grid, "num_warps": num_warps, "num_stages": num_stages, **constants}
-    options["compute_capability"] = compute_capability
     if "out_type" in inspect.signature(jax_triton.triton_call).parameters:
         refs = [jax.new_ref(pool) for pool in pools]
         given = len(operands) + len(pools) + len(out_types)

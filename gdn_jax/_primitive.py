@@ -158,7 +158,10 @@ class Operation:
             if implementation in (None, row.name):
                 reason = row.unsupported(platform, avals, params)
                 if row.in_place and devices > 1:
-                    reason = f"is not split over {devices} devices by XLA; {_SUPPORTED_FORM}"
+                    reason = (
+                        f"is not split over {devices} devices by XLA; call it inside jax.shard_map "
+                        "(gdn_jax.sharding.over_devices), or on a mesh with explicit axes"
+                    )
                 if reason is None:
                     return row
                 reasons.append(f"{row.name}: {reason}")
@@ -242,9 +245,6 @@ class Operation:
         return list(
             jax.shard_map(shard, mesh=mesh, in_specs=tuple(in_specs), out_specs=out_specs, check_vma=False)(*args)
         )
-
-
-_SUPPORTED_FORM = "call it inside jax.shard_map (gdn_jax.sharding.over_devices), or on a mesh with explicit axes"
 
 
 def _refuse_half_manual(public_name: str) -> None:

@@ -22,11 +22,27 @@ def unsupported_head_dims(key_head_dim: int, value_head_dim: int) -> str | None:
     return None
 
 
-def state_tile(key_head_dim: int, value_head_dim: int) -> tuple[int, int, int]:
-    """Padded key rows, value columns and warps of the programs that go token by token: 64 elements a thread."""
-    rows = triton.next_power_of_2(key_head_dim)
-    columns = min(triton.next_power_of_2(value_head_dim), 32)
-    return rows, columns, max(rows * columns // (64 * 32), 1)
+def head_sizes(qkv, recurrent_state) -> dict[str, int]:
+    """Numbers of key and value heads, and their dims, as the kernels name them."""
+    _, nv, kd, vd = recurrent_state.shape
+    return {"NK": (qkv.shape[1] - nv * vd) // (2 * kd), "NV": nv, "KD": kd, "VD": vd}
+
+
+def row_launch(qkv, recurrent_state, batch: int) -> dict:
+    """Grid, warps and constants of the kernels that go token by token (`run_row`): 64 state elements a thread."""
+    sizes = head_sizes(qkv, recurrent_state)
+    rows = triton.next_power_of_2(sizes["KD"])
+    columns = min(triton.next_power_of_2(sizes["VD"]), 32)
+    return {
+        "grid": (batch * sizes["NV"] * triton.cdiv(sizes["VD"], columns),),
+        "num_warps": max(rows * columns // (64 * 32), 1),
+        "num_stages": 1,
+        "ROWS": rows,
+        "COLUMNS": columns,
+        "SCALE": sizes["KD"] ** -0.5,
+        "AHEAD": qkv.shape[0] > batch,
+        **sizes,
+    }
 
 
 @triton.jit

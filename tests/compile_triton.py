@@ -21,8 +21,8 @@ def compiled_for(backend: str, arch, warp_size: int, found: list):
     target = import_module("triton.backends.compiler").GPUTarget(backend, arch, warp_size)
     source = import_module("triton.compiler").ASTSource
 
-    def call(kernel, operands, pools, out_types, *, grid, num_warps, num_stages, compute_capability, **constants):
-        del grid, compute_capability
+    def call(kernel, operands, pools, out_types, *, grid, num_warps, num_stages, **constants):
+        del grid
         args = [*operands, *pools, *out_types]
         names = [parameter.name for parameter in kernel.params]
         signature, aligned = {}, {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -96,6 +97,13 @@ def memory_of(compiled):
 def programs_of(jitted: Any) -> int:
     """How many programs a jitted function has compiled."""
     return jitted._cache_size()
+
+
+def devices(count: int) -> list:
+    """The first devices. `conftest.py` makes as many of a CPU as tests ask for; of GPUs there may be one."""
+    if len(jax.devices()) < count:
+        pytest.skip(f"needs {count} GPUs, this machine has {len(jax.devices())}")
+    return jax.devices()[:count]
 
 
 def ring_of(heads, ring_rows: int, ring_len: int, padding: int = 0, fill: float = np.nan):

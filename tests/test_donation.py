@@ -16,7 +16,7 @@ import pytest
 import gdn_jax
 from tests import shapes
 from tests.conftest import IMPLEMENTATIONS
-from tests.harness import assert_same_bits, memory_of
+from tests.harness import assert_same_bits, devices, memory_of
 
 HEADS = shapes.HEADS["small"]
 LENGTHS = (3, 0, 1, 2)
@@ -159,9 +159,7 @@ def test_time_does_not_grow_with_the_pool(case):
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_donated_pools_inside_shard_map(implementation, check_vma):
     """Each device updates its part of the pool in its own buffer."""
-    if len(jax.devices()) < 2:
-        pytest.skip("needs two devices")
-    mesh = jax.make_mesh((2,), ("heads",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+    mesh = jax.make_mesh((2,), ("heads",), axis_types=(jax.sharding.AxisType.Auto,), devices=devices(2))
     spec = jax.sharding.PartitionSpec(None, "heads")
     whole = jax.sharding.PartitionSpec()
     qkv, decay, beta = map(jnp.asarray, shapes.trained_tokens(HEADS, NUM_TOKENS, seed=71))

@@ -22,7 +22,7 @@ from gdn_jax.flax import HEAD_AXIS, GatedDeltaCache, GatedDeltaNet, GatedDeltaNe
 from gdn_jax.serving import Window, commit, init_pools, verify
 from gdn_jax.sharding import fused_channel_order, over_devices
 from tests import oracle, shapes
-from tests.harness import assert_close, assert_same_bits, memory_of
+from tests.harness import assert_close, assert_same_bits, devices, memory_of
 
 HEADS = shapes.Heads(4, 8, 32, 16)
 GEOMETRY = (HEADS.num_key_heads, HEADS.num_value_heads, HEADS.key_head_dim, HEADS.value_head_dim)
@@ -52,10 +52,13 @@ on_meshes = pytest.mark.parametrize(
 
 
 def mesh_of(data, model, axis_type=AxisType.Auto):
-    count = data * model
-    if len(jax.devices()) < count:
-        pytest.skip(f"needs {count} devices, this machine has {len(jax.devices())}")
-    return jax.make_mesh((data, model), ("data", "model"), axis_types=(axis_type,) * 2, devices=jax.devices()[:count])
+    axes = {"axis_types": (axis_type,) * 2, "devices": devices(data * model)}
+    return jax.make_mesh((data, model), ("data", "model"), **axes)
+
+
+def placed_on(mesh, given):
+    """The arguments split over the mesh, each in its way."""
+    return {n: jax.device_put(x, NamedSharding(mesh, SPECS.get(n, P("data", "model")))) for n, x in given.items()}
 
 
 def collectives(compiled) -> dict[str, int]:
@@ -185,12 +188,8 @@ def test_operations_over_devices(operation, data, model, axis_type):
         given["conv_state"] = given["conv_state"][:, order]
         expected = [expected[0][:, order], expected[1][:, order]]
     with jax.set_mesh(mesh):
-        placed = {
-            name: jax.device_put(value, NamedSharding(mesh, SPECS.get(name, P("data", "model"))))
-            for name, value in given.items()
-        }
         # Arrays that JAX owns: the buffer of a NumPy array could not be given away.
-        placed = {name: jnp.copy(value) for name, value in placed.items()}
+        placed = {name: jnp.copy(value) for name, value in placed_on(mesh, given).items()}
         donated = [name for name in POOLS if name in given and (operation, name) != ("state_fold", "ring")]
         split = over_devices(call, heads="model", data="data")
         step = jax.jit(split, donate_argnames=donated, static_argnames=list(options))
@@ -268,7 +267,7 @@ def test_an_automatic_mesh_gathers_no_pool(operation):
     mesh = mesh_of(1, 4)
     call, _, options = OPERATIONS[operation]
     given = arguments(operation, 1)
-    placed = {n: jax.device_put(x, NamedSharding(mesh, SPECS.get(n, P("data", "model")))) for n, x in given.items()}
+    placed = placed_on(mesh, given)
     step = jax.jit(call, static_argnames=list(options))
     compiled = step.lower(**placed, **options).compile()
     assert "all-gather" not in collectives(compiled)
@@ -284,7 +283,7 @@ def test_no_kernel_where_xla_would_gather_for_it(operation):
     mesh = mesh_of(1, 2)
     call, _, options = OPERATIONS[operation]
     given = arguments(operation, 1)
-    placed = {n: jax.device_put(x, NamedSharding(mesh, SPECS.get(n, P("data", "model")))) for n, x in given.items()}
+    placed = placed_on(mesh, given)
     step = jax.jit(call, static_argnames=[*options, "implementation"])
     assert "mosaic_gpu" not in step.trace(**placed, **options).lower(lowering_platforms=("cuda",)).as_text()
     named = step.trace(**placed, **options, implementation="mosaic_gpu")

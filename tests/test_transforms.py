@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 import gdn_jax
 from tests import oracle, shapes
 from tests.conftest import IMPLEMENTATIONS
-from tests.harness import OUTPUT_BUDGET, assert_close, assert_same_bits
+from tests.harness import OUTPUT_BUDGET, assert_close, assert_same_bits, devices
 
 # Heads that eight devices can split, and a batch with an empty row and a padding row.
 HEADS = shapes.Heads(8, 16, 16, 32)
@@ -191,9 +191,7 @@ def test_inside_cond_and_while(implementation):
 
 
 def device_mesh(axis_type, count=8):
-    if len(jax.devices()) < count:
-        pytest.skip(f"needs {count} devices, this machine has {len(jax.devices())}")
-    return jax.make_mesh((count,), ("heads",), axis_types=(axis_type,), devices=jax.devices()[:count])
+    return jax.make_mesh((count,), ("heads",), axis_types=(axis_type,), devices=devices(count))
 
 
 def by_shard(array, count, axis):

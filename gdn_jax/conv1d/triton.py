@@ -130,7 +130,6 @@ def conv1d(
     *,
     activation,
     write_state,
-    compute_capability=None,
 ):
     """See `gdn_jax.gated_delta_conv1d_fwd`."""
     tokens, channels = qkv.shape
@@ -143,7 +142,6 @@ def conv1d(
         grid=((batch + triton.cdiv(tokens, _BLOCK_TOKENS)) * triton.cdiv(channels, _CHANNELS),),
         num_warps=4,
         num_stages=1,
-        compute_capability=compute_capability,
         C=channels,
         K=kernel_size,
         TAPS=triton.next_power_of_2(kernel_size - 1),

@@ -9,7 +9,7 @@ Token by token, each program takes one tile of a state through its row; in chunk
 import jax
 
 from gdn_jax._compat import triton_call
-from gdn_jax._triton import run_row, state_tile, tl, triton, unsupported_head_dims
+from gdn_jax._triton import row_launch, run_row, tl, triton, unsupported_head_dims
 from gdn_jax.recurrence import triton_chunked
 
 
@@ -48,7 +48,6 @@ def recurrence(
     *,
     algorithm,
     precision,
-    compute_capability=None,
 ):
     """See `gdn_jax.gated_delta_recurrence_fwd`."""
     del precision  # float32 tokens keep to the budget of "highest" in either form
@@ -56,29 +55,13 @@ def recurrence(
     long_rows = qkv.shape[0] >= triton_chunked.CHUNKED_FROM * slot_idx.shape[0]
     in_chunks = algorithm == "auto" and long_rows and triton_chunked.unsupported(qkv, recurrent_state) is None
     if algorithm == "chunked" or in_chunks:
-        return triton_chunked.recurrence(operands, recurrent_state, compute_capability)
-    sizes = head_sizes(qkv, recurrent_state)
-    rows, columns, num_warps = state_tile(sizes["KD"], sizes["VD"])
-    out = jax.ShapeDtypeStruct((qkv.shape[0], sizes["NV"] * sizes["VD"]), qkv.dtype)
+        return triton_chunked.recurrence(operands, recurrent_state)
+    _, nv, _, vd = recurrent_state.shape
     (out,), (pool,) = triton_call(
         forward_kernel,
         [*operands, qkv.shape[0], slot_idx.shape[0], recurrent_state.shape[0]],
         [recurrent_state],
-        [out],
-        grid=(slot_idx.shape[0] * sizes["NV"] * triton.cdiv(sizes["VD"], columns),),
-        num_warps=num_warps,
-        num_stages=1,
-        compute_capability=compute_capability,
-        ROWS=rows,
-        COLUMNS=columns,
-        SCALE=sizes["KD"] ** -0.5,
-        AHEAD=qkv.shape[0] > slot_idx.shape[0],
-        **sizes,
+        [jax.ShapeDtypeStruct((qkv.shape[0], nv * vd), qkv.dtype)],
+        **row_launch(qkv, recurrent_state, slot_idx.shape[0]),
     )
     return out, pool
-
-
-def head_sizes(qkv, recurrent_state) -> dict[str, int]:
-    """Numbers of key and value heads, and their dims, as the kernels name them."""
-    _, nv, kd, vd = recurrent_state.shape
-    return {"NK": (qkv.shape[1] - nv * vd) // (2 * kd), "NV": nv, "KD": kd, "VD": vd}

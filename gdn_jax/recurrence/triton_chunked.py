@@ -21,7 +21,18 @@ import jax
 import jax.numpy as jnp
 
 from gdn_jax._compat import has_local_device, triton_call
-from gdn_jax._triton import EPS, MAX_HEAD_DIM, load_float, product, row_of, tl, triton, zero_tokens, zero_uncovered
+from gdn_jax._triton import (
+    EPS,
+    MAX_HEAD_DIM,
+    head_sizes,
+    load_float,
+    product,
+    row_of,
+    tl,
+    triton,
+    zero_tokens,
+    zero_uncovered,
+)
 
 CHUNK = 64
 CHUNKED_FROM = 24
@@ -38,6 +49,7 @@ def unsupported(qkv, recurrent_state) -> str | None:
     """Why the chunked form cannot serve the call, None when it can."""
     if qkv.dtype == jnp.bfloat16:
         # On an H200 one key for all tokens failed its accuracy test; inputs like a trained model's stay within 4e-3.
+        # The kernels keep their bfloat16 form, which the interpreter tests: this line is what the correction removes.
         return "triton's chunks of bfloat16 are not accurate enough on repeated keys"
     limit = MAX_HEAD_DIM // 2
     if recurrent_state.shape[2] > limit:
@@ -187,12 +199,12 @@ def advance_kernel(
     zero_uncovered(offsets, out, h * VD + value_index, is_value, b, B, T, NV * VD)
 
 
-def recurrence(operands, recurrent_state, compute_capability):
+def recurrence(operands, recurrent_state):
     """Outputs and pool. `operands` are qkv, decay, beta, slot_idx, input_row_offsets and has_initial_state."""
     qkv, decay, beta, slot_idx, offsets, has_initial_state = operands
     max_slots, nv, kd, vd = recurrent_state.shape
     num_tokens, batch = qkv.shape[0], slot_idx.shape[0]
-    sizes = {"NK": (qkv.shape[1] - nv * vd) // (2 * kd), "NV": nv, "KD": kd, "VD": vd}
+    sizes = head_sizes(qkv, recurrent_state)
     nk, blocks = sizes["NK"], triton.cdiv(num_tokens, CHUNK)
     rows = max(triton.next_power_of_2(kd), 16)
     # A product with float16 operands would bound the states by what float16 can hold.
@@ -202,7 +214,7 @@ def recurrence(operands, recurrent_state, compute_capability):
         columns = min(columns, 32)
     # One product of float32 operands as tf32 cuts their last 13 bits off, and misses the budget; three keep them.
     exact = "ieee" if has_local_device("rocm") else "tf32x3" if qkv.dtype == jnp.float32 else "tf32"
-    common = {"num_stages": 1, "compute_capability": compute_capability, "SIZE": CHUNK, **sizes}
+    common = {"num_stages": 1, "SIZE": CHUNK, **sizes}
     shape = jax.ShapeDtypeStruct
     squares = shape((blocks, nv, CHUNK, CHUNK), qkv.dtype)
     prepared, _ = triton_call(

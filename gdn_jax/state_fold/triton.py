@@ -58,9 +58,7 @@ def unsupported(recurrent_state, ring, row_ids, ring_row_ids, num_accepted, has_
     return unsupported_head_dims(*recurrent_state.shape[2:])
 
 
-def state_fold(
-    recurrent_state, ring, row_ids, ring_row_ids, num_accepted, has_initial_state, *, compute_capability=None
-):
+def state_fold(recurrent_state, ring, row_ids, ring_row_ids, num_accepted, has_initial_state):
     """See `gdn_jax.gated_delta_state_fold`."""
     max_slots, nv, kd, vd = recurrent_state.shape
     ring_rows, nk, ring_len, stride = ring.shape
@@ -75,7 +73,6 @@ def state_fold(
         grid=(layers * batch * nv * triton.cdiv(kd, rows),),
         num_warps=_NUM_WARPS,
         num_stages=1,
-        compute_capability=compute_capability,
         NK=nk,
         NV=nv,
         KD=kd,

@@ -3,8 +3,7 @@
 import jax
 
 from gdn_jax._compat import triton_call
-from gdn_jax._triton import run_row, state_tile, tl, triton, unsupported_head_dims
-from gdn_jax.recurrence.triton import head_sizes
+from gdn_jax._triton import row_launch, run_row, tl, triton, unsupported_head_dims
 
 
 @triton.jit
@@ -40,30 +39,18 @@ def verify_ring(
     ring_slot_idx,
     input_row_offsets,
     has_initial_state,
-    *,
-    compute_capability=None,
 ):
     """See `gdn_jax.gated_delta_recurrence_verify_ring`."""
-    sizes = head_sizes(qkv, recurrent_state)
-    rows, columns, num_warps = state_tile(sizes["KD"], sizes["VD"])
+    max_slots, nv, _, vd = recurrent_state.shape
     batch = slot_idx.shape[0]
-    out = jax.ShapeDtypeStruct((qkv.shape[0], sizes["NV"] * sizes["VD"]), qkv.dtype)
     operands = (qkv, decay, beta, slot_idx, ring_slot_idx, input_row_offsets, has_initial_state)
     (out,), (pool, ring) = triton_call(
         verify_kernel,
-        [*operands, qkv.shape[0], batch, recurrent_state.shape[0], ring.shape[0]],
+        [*operands, qkv.shape[0], batch, max_slots, ring.shape[0]],
         [recurrent_state, ring],
-        [out],
-        grid=(batch * sizes["NV"] * triton.cdiv(sizes["VD"], columns),),
-        num_warps=num_warps,
-        num_stages=1,
-        compute_capability=compute_capability,
-        ROWS=rows,
-        COLUMNS=columns,
-        SCALE=sizes["KD"] ** -0.5,
-        AHEAD=qkv.shape[0] > slot_idx.shape[0],
+        [jax.ShapeDtypeStruct((qkv.shape[0], nv * vd), qkv.dtype)],
         RING_LEN=ring.shape[2],
         STRIDE=ring.shape[3],
-        **sizes,
+        **row_launch(qkv, recurrent_state, batch),
     )
     return out, ring, pool
