@@ -60,7 +60,7 @@ class Layer:
         return x @ self.weights["qkv"], decay, beta
 
 
-def forward(weight, rows, decay, beta, conv_state, state, slot_idx, offsets, *, has_initial_state, algorithm):
+def forward(weight, rows, decay, beta, conv_state, state, slot_idx, offsets, has_initial_state=None, *, algorithm):
     """Both passes over a ragged batch. Returns the outputs, the convolved rows (for the oracle), and the pools."""
     qkv, conv_state = gdn_jax.gated_delta_conv1d_fwd(
         rows, weight, conv_state, slot_idx, offsets, activation="silu", has_initial_state=has_initial_state
@@ -241,10 +241,10 @@ def main(argv=None) -> int:
     # Prefill.
     offsets_host = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
     rows, decay, beta = project(jnp.asarray(np.concatenate(prompts)))
-    args = (weight, rows, decay, beta, conv_state, state, slot_idx, jnp.asarray(offsets_host))
     fresh = jnp.zeros((batch,), bool)
+    args = (weight, rows, decay, beta, conv_state, state, slot_idx, jnp.asarray(offsets_host), fresh)
     print("prefill: compiling", flush=True)
-    prefill = compiled(forward, *args, donate=(4, 5), has_initial_state=fresh, algorithm="auto")
+    prefill = compiled(forward, *args, donate=(4, 5), algorithm="auto")
     before = buffers(conv_state, state)
     (out, qkv, conv_state, state), seconds = timed(prefill, *args)
     in_place = buffers(conv_state, state) == before
@@ -268,7 +268,7 @@ def main(argv=None) -> int:
     position = np.zeros(batch, np.int64)
     print(f"decode: compiling, then {DECODE_STEPS} steps", flush=True)
     args = (weight, *take(position, 1), conv_state, state, slot_idx, one_each)
-    decode = compiled(forward, *args, donate=(4, 5), has_initial_state=None, algorithm="recurrent")
+    decode = compiled(forward, *args, donate=(4, 5), algorithm="recurrent")
     before, seconds, worst = buffers(conv_state, state), 0.0, 0.0
     for _ in range(DECODE_STEPS):
         token = take(position, 1)

@@ -143,7 +143,8 @@ class Implementation:
     def refuses(self, operation: str, arguments, options) -> bool:
         if operation == "gated_delta_conv1d_fwd":
             return False
-        if operation == "gated_delta_recurrence_verify_ring" and self.name == "mosaic_gpu" and 0 in arguments[4].shape:
+        kernel = self.name in ("mosaic_gpu", "triton")
+        if operation == "gated_delta_recurrence_verify_ring" and kernel and 0 in arguments[4].shape:
             return True
         pool = arguments[0] if operation == "gated_delta_state_fold" else arguments[3]
         if self.name == "triton":

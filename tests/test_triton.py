@@ -30,8 +30,7 @@ FORWARD, CHUNKED, VERIFY, FOLD, CONV = MODULES = [
         "conv1d.triton",
     )
 ]
-# The interpreter truncates where a GPU rounds to bfloat16.
-BUDGET = {"float32": 2e-6, "bfloat16": 6e-3, "float16": 5e-4}
+BUDGET = {"float32": 2e-6, "bfloat16": 3e-3, "float16": 5e-4}
 
 
 class Tensor:
@@ -109,6 +108,15 @@ def _interpret(monkeypatch):
         return product(self, exact(a), exact(b), *rest)
 
     monkeypatch.setattr(builder, "create_dot", bfloat16_product)
+    cast = builder.cast_impl
+
+    def rounding_cast(self, src, to):
+        """As it is, but to bfloat16: the interpreter cuts off what a GPU rounds."""
+        if src.dtype.scalar != interpreter.tl.float32 or to.scalar != interpreter.tl.bfloat16:
+            return cast(self, src, to)
+        return interpreter.TensorHandle(src.data.astype(jnp.bfloat16).view(np.uint16), to.scalar)
+
+    monkeypatch.setattr(builder, "cast_impl", rounding_cast)
 
 
 def make(lengths, heads, slots, *, tokens="float32", pool="float32", first=0, extra=0, fresh=(), seed=0):
@@ -179,7 +187,7 @@ CHUNKED_CASES = {
 def test_chunked(name):
     args = make(**CHUNKED_CASES[name])
     out, pool = FORWARD.recurrence(*args, algorithm="chunked", precision="highest")
-    budget = {"float32": 1e-5, "bfloat16": 1.5e-2, "float16": 1e-3}[args[0].dtype.name]
+    budget = {"float32": 1e-5, "bfloat16": 6e-3, "float16": 1e-3}[args[0].dtype.name]
     check_recurrence(args, out, pool, budget, budget + BUDGET[pool.dtype.name])
 
 

@@ -50,6 +50,7 @@ _SHARED_UNIT = 1024
 """What Mosaic aligns every buffer in shared memory to."""
 _SHARED_RESERVED = 4096
 """Enough for what Mosaic adds to the buffers: 2048 bytes for reductions, and barriers."""
+_SHORT_WINDOW = 4
 _GROUP = 4
 _VERIFY_GROUP = 2
 """Tokens of a window that are computed as straight-line code; fewer in a verify, for its code and compile time."""
@@ -142,6 +143,8 @@ def plan_rows(num_tokens, batch, num_value_heads, key_dim, value_dim, dtypes, re
         return Plan(wide if programs(wide) >= _ROWS_PROGRAMS else tile, rows=True)
     window = 4 if num_tokens < max(16, 8 * batch) else 16
     most = 1 if window == 16 and programs(tile) <= _MULTIPROCESSORS else 3
+    if window == _SHORT_WINDOW:
+        return Plan(tile, window=window, warpgroups=min(4, -(-programs(tile) // _MULTIPROCESSORS)))
     plans = [Plan(tile, window=window, warpgroups=n) for n in range(most, 0, -1)]
     return next(plan for plan in plans if shared_bytes(plan, key_dim, dtypes, records) <= _SHARED_BYTES)
 
@@ -567,7 +570,101 @@ def run_rows(tokens, rows, pool, ring=None, ring_slot_idx=None, *, plan=None, in
 
         zero_uncovered(offset_g, out_g, out_columns, whole.value_layout, b, batch)
 
-    num_blocks = min(_MULTIPROCESSORS * (3 // plan.warpgroups), -(-num_programs // plan.warpgroups))
+    def windowed(qkv_g, decay_g, beta_g, slot_g, offset_g, has_g, *refs):
+        """Tiles one after the other, each in registers; the tokens of a window as straight-line code."""
+        if ring is None:
+            pool_g, out_g, *scratch = refs
+        else:
+            ring_slot_g, pool_g, ring_g, out_g, *scratch = refs
+        warpgroup = lax.axis_index("warpgroup")
+        # Neighbours on different multiprocessors, so that the last round is spread over all of them.
+        worker = warpgroup * num_blocks + lax.axis_index("block")
+        keys_s, queries_s, gates_s, *factors_s = (ref.at[warpgroup] for ref in scratch)
+        vectors = KeyVectors(key_dim, window)
+        gate_layout = vectors.layout.reduce(1)
+
+        def tile_of(n, _):
+            b, h, v0 = where(worker + n * num_workers)
+            slot = slot_g[b]
+            start, end = row_bounds(offset_g, b, num_tokens)
+            live = is_row_of(slot, max_slots)
+            key_columns, query_columns, value_at = token_columns(h)
+            value_columns, out_columns = pl.ds(value_at + v0, tile), pl.ds(h * value_dim + v0, tile)
+            commits = True if ring is None else end - start > ring_g.shape[2]
+
+            def window_of(carry):
+                first, state = carry
+                # The array may end before the window does.
+                at = jnp.minimum(first, num_tokens - window)
+                tokens = pl.ds(at, window)
+                keys, queries = (vectors.load(qkv_g.at[tokens, columns]) for columns in (key_columns, query_columns))
+                gates = [load(g.at[tokens, h], gate_layout) for g in (decay_g, beta_g)]
+                vectors.store(keys_s, keys)
+                vectors.store(queries_s, queries)
+                for n, gate in enumerate((*gates, *vectors.scales(keys, queries))):
+                    store(gates_s.at[n], gate)
+                plgpu.commit_smem()
+                for p in range(window):
+                    t = first + p
+                    held = jnp.minimum(t - at, window - 1)
+                    value = load(qkv_g.at[jnp.minimum(t, num_tokens - 1), value_columns], whole.value_layout)
+                    state, out, factor = whole.step(
+                        state,
+                        whole.load_keys([keys_s.at[held, c] for c in chunks]),
+                        whole.load_keys([queries_s.at[held, c] for c in chunks]),
+                        value,
+                        [gates_s[n, held] for n in range(5)],
+                        needed=t < end if ring is None else (t + 1 < end) | (commits & (t < end)),
+                    )
+
+                    @pl.when(t < end)
+                    def _(t=t, out=out):
+                        store(out_g.at[t, out_columns], out)
+
+                    if ring is not None:
+                        store(factors_s[0].at[p], factor)
+                if ring is not None:
+                    to = ring_row(ring_g, ring_slot_g[b], end - start)
+                    plgpu.commit_smem()
+
+                    @pl.when(to >= 0)
+                    def _():
+                        member = lax.rem(h, group)
+
+                        def write(p, _):
+                            record = ring_g.at[to, lax.div(h, group), first + p - start]
+                            held = first + p - at
+                            key, decay = keys_s.at[held], gates_s[0, held]
+                            write_record(record, member, group, v0, key, factors_s[0].at[p], decay, value_dim)
+                            return 0
+
+                        lax.fori_loop(0, jnp.minimum(end - first, window), write, 0)
+
+                # What the next window or tile overwrites has been read.
+                plgpu.commit_smem()
+                return first + window, state
+
+            @pl.when(live & (end > start))
+            def _():
+                state_g = [pool_g.at[slot, h, c, pl.ds(v0, tile)] for c in chunks]
+                state = lax.cond(has_g[b], lambda: whole.load(state_g), lambda: whole.zeros(len(chunks)))
+                _, state = lax.while_loop(lambda carry: carry[0] < end, window_of, (start, state))
+
+                @pl.when(commits)
+                def _():
+                    for ref, s in zip(state_g, state, strict=True):
+                        store(ref, s)
+
+            @pl.when(jnp.logical_not(live))
+            def _():
+                zero_tokens(out_g, start, end, out_columns, whole.value_layout)
+
+            zero_uncovered(offset_g, out_g, out_columns, whole.value_layout, b, batch)
+            return 0
+
+        lax.fori_loop(0, lax.div(num_programs - worker + (num_workers - 1), num_workers), tile_of, 0)
+
+    num_blocks = min(_MULTIPROCESSORS * max(3 // plan.warpgroups, 1), -(-num_programs // plan.warpgroups))
     num_workers = num_blocks * plan.warpgroups
 
     def streamed(qkv_g, decay_g, beta_g, slot_g, offset_g, has_g, *refs):
@@ -754,8 +851,14 @@ def run_rows(tokens, rows, pool, ring=None, ring_slot_idx=None, *, plan=None, in
         carry = (first_row, bounds(1), *load_gates(0, first_row[1]), jnp.int32(0))
         lax.fori_loop(0, count_tiles, tile_of, carry)
 
+    body = direct if not window else windowed if window == _SHORT_WINDOW else streamed
     f32 = jnp.float32
-    if window:
+    threads = {}
+    if window == _SHORT_WINDOW:
+        shapes = [(window, key_dim), (window, key_dim), (5, window), (window, tile)]
+        scratch = [plgpu.SMEM((plan.warpgroups, *shape), f32) for shape in (shapes[:3] if ring is None else shapes)]
+        threads = {"num_threads": plan.warpgroups, "thread_name": "warpgroup"}
+    elif window:
         scratch = [
             plgpu.Barrier(num_arrivals=1, num_barriers=plan.warpgroups),
             plgpu.Barrier(num_arrivals=3, num_barriers=2 * plan.warpgroups),
@@ -775,9 +878,8 @@ def run_rows(tokens, rows, pool, ring=None, ring_slot_idx=None, *, plan=None, in
                 plgpu.SMEM((key_dim, tile), pool.dtype),
                 plgpu.Barrier(num_barriers=num_pieces),
             ]
-        threads = {}
     kernel = plgpu.kernel(
-        streamed if window else direct,
+        body,
         out_type=jax.ShapeDtypeStruct((num_tokens, num_value_heads * value_dim), qkv.dtype),
         grid=(num_blocks if window else num_programs,),
         grid_names=("block",),

@@ -3,15 +3,19 @@
 Chunks are blocks of the token array, whatever rows lie in them. For a block of tokens and a value head, with the keys
 and queries normalised and G[i, j] the product of the decays after token j up to token i,
 
-    L = tril(beta K K^T * G, -1)        T = (I + L)^-1 diag(beta)        A = tril(Q K^T * G)
+    L = tril(beta K K^T * G, -1)        T = (I + L)^-1 diag(beta)        W = tril(Q K^T * G) T
 
-need no state: the first kernel writes T and A for all blocks in parallel. L is triangular, so the part of T between two
-tokens of a row is what the row's own tokens alone would give. The second kernel takes each state through the blocks
-that its row reaches into, with gamma the products of decays since the row's first token in the block:
+need no state: the first kernel writes T and W for all blocks in parallel. L is triangular, so the part of T and W
+between two tokens of a row is what the row's own tokens alone would give. The second kernel takes each state through
+the blocks that its row reaches into, with gamma the products of decays since the row's first token in the block:
 
-    D = T (V - gamma K S)        out = gamma Q S + A D        S <- gamma_end S + (K to_end)^T D
+    D = V - gamma K S        out = gamma Q S + W D        S <- gamma_end S + (K to_end)^T (T D)
 
 Products of decays are taken as products: a decay of 0 is a reset, and no quotient underflows.
+
+With one key repeated and beta 1, T D is the differences of neighbouring values, which K^T sums up again, and with them
+a block's roundings. So T D is rounded to two bfloat16 numbers each, and outputs do not go through it: W, the product of
+the two, is rounded instead.
 """
 
 # What Triton compiles is not typed as Python is.
@@ -41,16 +45,12 @@ _MULTIPROCESSORS = 128
 """Tiles are halved where there are fewer."""
 _OPERANDS = {"bfloat16": tl.bfloat16, "float16": tl.float16, "float32": tl.float32}
 _LARGEST_ENTRY = {"bfloat16": 2.25, "float16": 2.25, "float32": 256.0}
-"""What an entry of L may be, by the dtype of tokens. Within the contract that is about 1; but tokens outside all bounds
+"""What an entry of L and A may be, by the dtype of tokens. Within the contract that is about 1; but tokens outside all bounds
 may share a block with others, whose results they must not reach, and their own are NaN."""
 
 
 def unsupported(qkv, recurrent_state) -> str | None:
     """Why the chunked form cannot serve the call, None when it can."""
-    if qkv.dtype == jnp.bfloat16:
-        # On an H200 one key for all tokens failed its accuracy test; inputs like a trained model's stay within 4e-3.
-        # The kernels keep their bfloat16 form, which the interpreter tests: this line is what the correction removes.
-        return "triton's chunks of bfloat16 are not accurate enough on repeated keys"
     limit = MAX_HEAD_DIM // 2
     if recurrent_state.shape[2] > limit:
         return f"triton serves a key_head_dim up to {limit} in chunks of {qkv.dtype}; it is {recurrent_state.shape[2]}"
@@ -95,13 +95,13 @@ def is_in_live_row(slot_idx, offsets, token, B, MAX_SLOTS, ROWS: tl.constexpr):
 
 @triton.jit
 def prepare_kernel(
-    qkv, decay, beta, slot_idx, offsets, T, B, MAX_SLOTS, solved, attention, scales,
+    qkv, decay, beta, slot_idx, offsets, T, B, MAX_SLOTS, solved, weights, scales,
     NK: tl.constexpr, NV: tl.constexpr, KD: tl.constexpr, VD: tl.constexpr, ROWS: tl.constexpr,
     SIZE: tl.constexpr, STEPS: tl.constexpr, SCALE: tl.constexpr, SEARCH: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr, INVERSE: tl.constexpr,
     LARGEST: tl.constexpr,
 ):  # fmt: skip
-    """T and A `[blocks, NV, SIZE, SIZE]` of one block and key head, and the norms' factors `[2, T, NK]`."""
+    """T and W `[blocks, NV, SIZE, SIZE]` of one block and key head, and the norms' factors `[2, T, NK]`."""
     GROUP: tl.constexpr = NV // NK
     block, hk = tl.program_id(0) // NK, tl.program_id(0) % NK
     index = tl.arange(0, SIZE)
@@ -132,18 +132,20 @@ def prepare_kernel(
         after = tl.where(row > column, tl.broadcast_to(d[:, None], (SIZE, SIZE)), 1.0)
         G = tl.where(row >= column, tl.cumprod(after, 0), 0.0)
         L = tl.where(row > column, keys_keys * G * bt[:, None], 0.0)
-        sound = tl.abs(L) <= LARGEST
+        A = tl.where(row >= column, queries_keys * G, 0.0)
+        sound = (tl.abs(L) <= LARGEST) & (tl.abs(A) <= LARGEST)
         X = unit_lower_inverse(tl.where(sound, L, 0.0), SIZE, STEPS, INVERSE, PRECISION)
+        W = dot(tl.where(sound, A, 0.0), X, INVERSE, PRECISION)
         # A row with such a token is told so; the others are as if it were not there.
-        X = tl.where(sound, X, float("nan"))
+        factor = tl.where(sound, tl.broadcast_to(bt[None, :], (SIZE, SIZE)), float("nan"))
         to = ((tl.cast(block, tl.int64) * NV + h) * SIZE + row) * SIZE + column
-        tl.store(solved + to, (X * bt[None, :]).to(solved.dtype.element_ty))
-        tl.store(attention + to, tl.where(row >= column, queries_keys * G, 0.0).to(attention.dtype.element_ty))
+        tl.store(solved + to, (X * factor).to(solved.dtype.element_ty))
+        tl.store(weights + to, (W * factor).to(weights.dtype.element_ty))
 
 
 @triton.jit
 def advance_kernel(
-    qkv, decay, slot_idx, offsets, has_initial_state, solved, attention, scales, T, B, MAX_SLOTS, pool, out,
+    qkv, decay, slot_idx, offsets, has_initial_state, solved, weights, scales, T, B, MAX_SLOTS, pool, out,
     pool_again: tl.constexpr, NK: tl.constexpr, NV: tl.constexpr, KD: tl.constexpr,
     VD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SIZE: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
@@ -175,7 +177,7 @@ def advance_kernel(
             square = ((tl.cast(block, tl.int64) * NV + h) * SIZE + index[:, None]) * SIZE + index[None, :]
             both = in_row[:, None] & in_row[None, :]
             T_block = tl.load(solved + square, mask=both, other=0.0)
-            A_block = tl.load(attention + square, mask=both, other=0.0)
+            W_block = tl.load(weights + square, mask=both, other=0.0)
             gate = decay + tl.cast(token, tl.int64) * NV + h
             d = tl.load(gate, mask=in_row, other=1.0)
             next_d = tl.load(gate + NV, mask=in_row & (token + 1 < end) & (index + 1 < SIZE), other=1.0)
@@ -187,10 +189,13 @@ def advance_kernel(
             operand = S.to(OPERAND)
             residual = value - (gamma * key_scale)[:, None] * dot(key, operand, OPERAND, PRECISION)
             o = (gamma * query_scale)[:, None] * dot(query, operand, OPERAND, PRECISION)
-            delta = dot(T_block, residual, OPERAND, PRECISION)
-            o += dot(A_block, delta, OPERAND, PRECISION)
+            o += dot(W_block, residual, OPERAND, PRECISION)
+            change = (to_end * key_scale)[:, None] * dot(T_block, residual, OPERAND, PRECISION)
+            transposed = tl.trans(key)
             S = tl.reduce(d, 0, product) * S
-            S += dot(tl.trans(key), (to_end * key_scale)[:, None] * delta, OPERAND, PRECISION)
+            S += dot(transposed, change, OPERAND, PRECISION)
+            if OPERAND == tl.bfloat16:
+                S += dot(transposed, change - change.to(OPERAND).to(tl.float32), OPERAND, PRECISION)
             out_at = out + tl.cast(token, tl.int64)[:, None] * (NV * VD) + (h * VD + value_index)[None, :]
             tl.store(out_at, o.to(out.dtype.element_ty), values_inside)
         tl.store(state_at, S.to(pool.dtype.element_ty), inside)

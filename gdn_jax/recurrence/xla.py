@@ -14,7 +14,7 @@ from gdn_jax.recurrence.scan import EPS, split_heads, token_step
 CHUNK = 32
 # Average tokens of a row from which "auto" goes in chunks. Measured on a CPU, 16/32 heads of 128 x 128, one and four
 # rows: at 8 tokens chunks are 11 to 18 percent slower, at 16 a third faster.
-CHUNKED_FROM = 8
+CHUNKED_FROM = 16
 _HIGHEST = lax.Precision.HIGHEST
 
 
@@ -38,6 +38,9 @@ def differentiable_recurrence(
     """The same function with static loop bounds, for `jax.jvp` and `jax.vjp`."""
     del precision
     step = chunk_step if _is_chunked(algorithm, qkv.shape[0], slot_idx.shape[0]) else _chunk_of_tokens
+    # Offsets that are constants make XLA for CUDA (jaxlib 0.11.2) fail when it compiles the derivative: it cannot
+    # evaluate the loop that it has moved them into.
+    input_row_offsets = lax.optimization_barrier(input_row_offsets)
     return _over_chunks(
         qkv, decay, beta, recurrent_state, slot_idx, input_row_offsets, has_initial_state, step, differentiable=True
     )
