@@ -247,6 +247,9 @@ def conv1d(
 
         def write_window(values):
             if write_state:
+                if cut.row_unit < _THREADS:
+                    # Several threads have the same channel: none may write its window before all have read it.
+                    plgpu.commit_smem()
                 for j, value in enumerate(values):
                     _set_column(columns, j, value, column_layout)
                 if bulk_window:
