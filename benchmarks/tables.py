@@ -28,10 +28,11 @@ MARKED = re.compile(r"(<!-- benchmarks:begin ([\w-]+) -->\n).*?(<!-- benchmarks:
 
 
 class Results:
-    """The records of one device by case and implementation."""
+    """The records of one device by case and implementation; those of several of them, if there are any."""
 
-    def __init__(self, content: dict):
+    def __init__(self, content: dict, many_devices: dict | None = None):
         self.content = content
+        self.many_devices = many_devices
         self._records = {(x["case"], x["impl"]): x for x in content["records"]}
 
     def record(self, case: str, impl: str = OURS) -> dict | None:
@@ -144,6 +145,26 @@ def first_calls(results: Results) -> str:
     return table(["case", "gdn_jax, s", *(f"{PEERS[impl]}, s" for impl in peers)], rows)
 
 
+def many_devices(results: Results) -> str:
+    """A layer on all devices of a host against one of them."""
+    content = results.many_devices
+    if content is None:
+        return ""
+    rows = [
+        [
+            f"`{x['case']}`",
+            microseconds(x),
+            microseconds({"median_us": x["one_device_us"]}),
+            f"{x['speed_up']:.2f}",
+            f"{x['reduction_share']:.0%}",
+        ]
+        for x in content["records"]
+    ]
+    count = content["num_devices"]
+    shown = table(["case", f"{count} devices, us", "1 device, us", "speed-up", "sum over devices"], rows)
+    return f"{shown}\n`{content['command']}` on {count} x {content['device']}, {content['date']}.\n"
+
+
 def environment(results: Results) -> str:
     content = results.content
     versions = ", ".join(f"{name} {version}" for name, version in content["versions"].items())
@@ -164,6 +185,7 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "prefill": prefill,
     "crossover": crossover,
     "first-calls": first_calls,
+    "many-devices": many_devices,
 }
 
 
@@ -303,7 +325,10 @@ def main(argv=None) -> int:
     if not MARKED.search(options.readme.read_text()):
         print(f"{options.readme} has no marked tables")
         return 0
-    results = Results(json.loads(options.results.read_text()))
+    several = options.results.with_name(f"{options.results.stem}x2.json")
+    results = Results(
+        json.loads(options.results.read_text()), json.loads(several.read_text()) if several.exists() else None
+    )
     stale = []
     for path, text in outputs(results, options.readme, options.docs).items():
         if not path.exists() or path.read_text() != text:

@@ -219,6 +219,12 @@ def test_tables_show_what_was_measured():
     assert "| 8 x 64 | 192 | 192 |  |" in tables.TABLES["crossover"](shown)
     assert "| `decode/f32/B1` | 1.2 |" in tables.TABLES["first-calls"](shown)
     assert "4200 GB/s" in tables.TABLES["environment"](shown)
+    assert tables.TABLES["many-devices"](shown) == ""
+    split = {"case": "tp2/decode/B128", "median_us": 150.0, "one_device_us": 300.0, "speed_up": 2.0}
+    several = {**results(), "command": "python -m benchmarks.many_devices", "num_devices": 2}
+    several["records"] = [{**split, "reduction_share": 0.125}]
+    shown = tables.Results(results(), several)
+    assert "| `tp2/decode/B128` | 150 | 300 | 2.00 | 12% |" in tables.TABLES["many-devices"](shown)
     for name, drawing in tables.plots(shown).items():
         assert drawing.startswith("<svg"), name
         assert drawing.count("<svg") == drawing.count("</svg>")
