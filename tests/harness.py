@@ -148,8 +148,7 @@ class Implementation:
             return True
         pool = arguments[0] if operation == "gated_delta_state_fold" else arguments[3]
         if self.name == "triton":
-            narrow = arguments[0].dtype != jnp.bfloat16 and np.shape(pool)[-2] <= 128
-            return options.get("algorithm") == "chunked" and not narrow
+            return options.get("algorithm") == "chunked" and np.shape(pool)[-2] > 128
         selection = {name: options[name] for name in ("algorithm", "precision") if name in options}
         return not self.serves(np.shape(pool)[-2:], **selection)
 

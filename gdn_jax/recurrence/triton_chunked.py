@@ -45,8 +45,8 @@ _MULTIPROCESSORS = 128
 """Tiles are halved where there are fewer."""
 _OPERANDS = {"bfloat16": tl.bfloat16, "float16": tl.float16, "float32": tl.float32}
 _LARGEST_ENTRY = {"bfloat16": 2.25, "float16": 2.25, "float32": 256.0}
-"""What an entry of L and A may be, by the dtype of tokens. Within the contract that is about 1; but tokens outside all bounds
-may share a block with others, whose results they must not reach, and their own are NaN."""
+"""What an entry of L and A may be, by the dtype of tokens. Within the contract that is about 1; but tokens outside all
+bounds may share a block with others, whose results they must not reach, and their own are NaN."""
 
 
 def unsupported(qkv, recurrent_state) -> str | None:
@@ -194,7 +194,7 @@ def advance_kernel(
             transposed = tl.trans(key)
             S = tl.reduce(d, 0, product) * S
             S += dot(transposed, change, OPERAND, PRECISION)
-            if OPERAND == tl.bfloat16:
+            if OPERAND.primitive_bitwidth == 16:
                 S += dot(transposed, change - change.to(OPERAND).to(tl.float32), OPERAND, PRECISION)
             out_at = out + tl.cast(token, tl.int64)[:, None] * (NV * VD) + (h * VD + value_index)[None, :]
             tl.store(out_at, o.to(out.dtype.element_ty), values_inside)
