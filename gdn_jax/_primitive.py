@@ -11,7 +11,7 @@ platforms and takes the best implementation on each. A new backend is one more r
 import functools
 import importlib
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,8 +102,8 @@ class Operation:
         batch: `(bind, lanes, args, is_batched) -> outputs`: `vmap` over `lanes` lanes, batched arguments and
             all outputs with the lane axis in front.
         differentiable: the operation in ordinary JAX operations with static loop bounds; tangents come from it.
-        head_axes: for each argument, then for each output, the axis that runs over heads (or head-major channels), or
-            None. On an explicit mesh the operation is split along these axes.
+        head_axes: for each argument by name, then for each output, the axis that runs over heads (or head-major
+            channels), or None. On an explicit mesh the operation is split along these axes.
         own_heads: `(args, shard, shards) -> args`: cuts what no axis of an argument splits by heads down to one shard.
     """
 
@@ -116,7 +116,7 @@ class Operation:
         implementations: Sequence[Implementation],
         batch: Callable,
         differentiable: Callable,
-        head_axes: tuple[tuple[int | None, ...], tuple[int | None, ...]],
+        head_axes: tuple[Mapping[str, int | None], tuple[int | None, ...]],
         own_heads: Callable | None = None,
     ):
         self.name = name
@@ -218,16 +218,16 @@ class Operation:
         """The call on a mesh with explicit axes: every device runs the heads that its part of the pool has."""
         in_axes, out_axes = self._head_axes
         got = [(*jax.typeof(x).sharding.spec, *[None] * x.ndim)[: x.ndim] for x in args]
-        names = {spec[axis] for spec, axis in zip(got, in_axes, strict=True) if axis is not None} - {None}
+        names = {spec[axis] for spec, axis in zip(got, in_axes.values(), strict=True) if axis is not None} - {None}
         name = names.pop() if len(names) == 1 else None
-        in_specs = [_spec_at(axis, name) for axis in in_axes]
-        for i, (spec, want) in enumerate(zip(got, in_specs, strict=True)):
+        in_specs = [_spec_at(axis, name) for axis in in_axes.values()]
+        for i, (argument, spec, want) in enumerate(zip(in_axes, got, in_specs, strict=True)):
             if i == 0 and self._own_heads is not None:
                 continue  # any sharding will do: it is gathered, and every device takes its own heads from it
             # What comes whole is cut without communication; what is split otherwise would have to be gathered first.
             if names or spec not in ((None,) * args[i].ndim, (*want, *[None] * args[i].ndim)[: args[i].ndim]):
                 raise ValueError(
-                    f"{self.public_name}: argument {i} of shape {args[i].shape} is sharded as {PartitionSpec(*spec)}, "
+                    f"{self.public_name}: {argument} of shape {args[i].shape} is sharded as {PartitionSpec(*spec)}, "
                     f"must be {want}: on an explicit mesh every argument with heads is split along its head axis, all "
                     "over one mesh axis, and nothing else is split"
                 )

@@ -65,7 +65,18 @@ conv1d = Operation(
     ],
     batch=_batch,
     differentiable=differentiable_conv1d,
-    head_axes=((1, 0, 0, 1, None, None, None), (1, 1)),
+    head_axes=(
+        {
+            "qkv_input_ragged": 1,
+            "conv_weight": 0,
+            "bias": 0,
+            "conv_state": 1,
+            "slot_idx": None,
+            "input_row_offsets": None,
+            "has_initial_state": None,
+        },
+        (1, 1),
+    ),
 )
 
 

@@ -78,7 +78,18 @@ recurrence = Operation(
     ],
     batch=_batch,
     differentiable=differentiable_recurrence,
-    head_axes=((None, 1, 1, 1, None, None, None), (1, 1)),
+    head_axes=(
+        {
+            "qkv_conv_output": None,
+            "decay_per_token": 1,
+            "beta_per_token": 1,
+            "recurrent_state": 1,
+            "slot_idx": None,
+            "input_row_offsets": None,
+            "has_initial_state": None,
+        },
+        (1, 1),
+    ),
     own_heads=own_heads,
 )
 

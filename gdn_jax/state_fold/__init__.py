@@ -45,7 +45,17 @@ state_fold = Operation(
     ],
     batch=_batch,
     differentiable=differentiable_state_fold,
-    head_axes=((1, 1, None, None, None, None), (1,)),
+    head_axes=(
+        {
+            "recurrent_state": 1,
+            "ring": 1,
+            "row_ids": None,
+            "ring_row_ids": None,
+            "num_accepted": None,
+            "has_initial_state": None,
+        },
+        (1,),
+    ),
 )
 
 

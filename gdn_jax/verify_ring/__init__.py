@@ -97,7 +97,20 @@ verify_ring = Operation(
     ],
     batch=_batch,
     differentiable=differentiable_verify_ring,
-    head_axes=((None, 1, 1, 1, 1, None, None, None, None), (1, 1, 1)),
+    head_axes=(
+        {
+            "qkv_conv_output": None,
+            "decay_per_token": 1,
+            "beta_per_token": 1,
+            "recurrent_state": 1,
+            "ring": 1,
+            "slot_idx": None,
+            "ring_slot_idx": None,
+            "input_row_offsets": None,
+            "has_initial_state": None,
+        },
+        (1, 1, 1),
+    ),
     own_heads=own_heads,
 )
 
