@@ -13,6 +13,7 @@ import pytest
 from benchmarks import cases, checks, many_devices, own, tables, timing
 from benchmarks.__main__ import main
 from benchmarks.peers import fla, jla
+from benchmarks.peers import max as modular_max
 from benchmarks.records import ResultFile, parse
 from tests import oracle
 
@@ -30,10 +31,27 @@ def test_the_cases_are_those_of_the_results():
     names = [case.name for case in cases.CASES]
     assert len(names) == len(set(names))
     assert set(names) >= REQUIRED
-    assert {*cases.FIRST_CALLS, *fla.NAMES, *jla.NAMES} <= set(names)
+    assert {*cases.FIRST_CALLS, *fla.NAMES, *jla.NAMES, *modular_max.NAMES} <= set(names)
     with pytest.raises(ValueError, match="nonsense"):
         cases.select(["decode", "nonsense"])
     assert [case.name for case in cases.select(["conv/"])] == ["conv/T8192", "conv/B128"]
+
+
+def test_max_gets_what_its_graphs_are_built_for():
+    for case in cases.CASES:
+        if case.name not in modular_max.NAMES:
+            continue
+        assert case.heads == modular_max.LAYER
+        small = case.tiny()
+        inputs = cases.make_inputs(small)
+        operands = modular_max.arrays(small, inputs)
+        assert tuple(operands) == modular_max.OPERANDS[case.operation]
+        assert operands["pool"] is inputs.pool
+        assert {str(x.dtype) for name, x in operands.items() if name != "pool"} <= {"float32", "uint32"}
+        if "ring" in operands:
+            records = operands["ring"][..., : small.heads.record_elements]
+            np.testing.assert_array_equal(records, inputs.ring)
+            assert operands["ring"].shape[-1] == modular_max.RECORD_STRIDE
 
 
 def test_work_counts_each_byte_once():
