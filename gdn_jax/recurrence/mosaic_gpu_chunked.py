@@ -30,11 +30,13 @@ from typing import Any
 import jax
 import jax.experimental.mosaic.gpu as mgpu
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, memref, nvvm
+from jaxlib.mlir.dialects import arith, llvm, memref, nvvm
+from jaxlib.mlir.dialects import vector as vector_ops
 
 from gdn_jax._mosaic import EPS, compiler_params, is_row_of, store
 from gdn_jax._ragged import is_live, read_rows, row_bounds, token_rows
@@ -42,6 +44,7 @@ from gdn_jax._ragged import is_live, read_rows, row_bounds, token_rows
 C = 64  # tokens of a chunk, and columns of a value tile: the M of a warpgroup product
 LINE = 64  # 16-bit elements of a 128-byte swizzle line
 SUB = 16  # columns of the compact block-diagonal form in `_prepare`
+BEFORE = 3 * SUB  # rows in front of the blocks that warps exchange in `_prepare`: three warps back at most
 SMS = 132  # multiprocessors of an H100 or H200
 LOG2_MIN = -150.0  # a decay of 0; 2**-150 rounds to 0 in float32
 f32, f16, i32 = jnp.float32, jnp.float16, jnp.int32
@@ -259,11 +262,91 @@ def _find_row(offsets, item, batch, total):
     return low
 
 
+def _block_products(interpret, *pairs) -> Any:
+    """Sum of products of 16 x 16 blocks: block by block of [C, SUB], left @ right^T over the (left, right) in `pairs`.
+
+    A block lies in one warp, so the products are the warp's own: nothing passes through shared memory.
+    """
+    if interpret is not None:
+        # Side by side, the products of all pairs are one.
+        left, right = [
+            jnp.concatenate([x.astype(f32).reshape(-1, SUB, SUB) for x in side], axis=2)
+            for side in zip(*pairs, strict=True)
+        ]
+        return jnp.einsum("bij,bkj->bik", left, right).reshape(C, SUB)
+
+    @plgpu.inline_mgpu(
+        arg_types=(WGMMA,) * (2 * len(pairs)),
+        return_type=plgpu.ShapeDtypeStruct((C, SUB), jnp.dtype(f32), layout=WGMMA),
+    )
+    def multiply(_, *operands):
+        single, word = ir.F32Type.get(), ir.IntegerType.get_signless(32)
+        packed = [[_bits(x, word) for x in array.registers.flat] for array in operands]
+        columns = []
+        for half in range(2):  # 8 columns of the sum, rows of `right`
+            sums = [arith.constant(single, 0.0)] * 4
+            for left, right in zip(packed[::2], packed[1::2], strict=True):
+                out = llvm.inline_asm(
+                    llvm.StructType.get_literal([single] * 4),
+                    [*left, right[half], right[2 + half], *sums],
+                    "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+                    "{$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};",
+                    "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f",
+                )
+                sums = [llvm.extractvalue(single, out, [i]) for i in range(4)]
+            columns += [vector_ops.from_elements(ir.VectorType.get((2,), single), sums[i : i + 2]) for i in (0, 2)]
+        return _like(operands[0], columns)
+
+    return multiply(*[x for pair in pairs for x in pair])  # pyright: ignore[reportCallIssue]
+
+
+def _transpose_blocks(interpret, x) -> Any:
+    """Every 16 x 16 block of the float16 [C, SUB] transposed."""
+    if interpret is not None:
+        return x.reshape(-1, SUB, SUB).swapaxes(1, 2).reshape(C, SUB)
+
+    @plgpu.inline_mgpu(arg_types=(WGMMA,), return_type=plgpu.ShapeDtypeStruct((C, SUB), jnp.dtype(f16), layout=WGMMA))
+    def transpose(_, x):
+        word = ir.IntegerType.get_signless(32)
+        registers = x.registers.flat
+        turned = [
+            llvm.inline_asm(word, [_bits(r, word)], "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r")
+            for r in (registers[0], registers[2], registers[1], registers[3])
+        ]
+        return _like(x, [_bits(r, registers[0].type) for r in turned])
+
+    return transpose(x)  # pyright: ignore[reportCallIssue]
+
+
+def _bits(register, kind):
+    return llvm.bitcast(kind, register)
+
+
+def _like(array, registers):
+    """An array in the layout of `array` made of these registers."""
+    shaped = np.empty(array.registers.shape, dtype=object)
+    shaped.flat[:] = registers
+    return mgpu.FragmentedArray(_registers=shaped, _layout=array.layout, _is_signed=None)
+
+
+def _warpgroup_barrier(interpret):
+    """What any warp of the warpgroup has stored to shared memory, the others may load from here on."""
+    if interpret is not None:
+        return
+
+    @plgpu.inline_mgpu()
+    def wait(_):
+        mgpu.warpgroup_barrier()
+
+    wait()  # pyright: ignore[reportCallIssue]
+
+
 def _preparation(qkv, decay, batch, *, nk, key_dim, max_slots, normalise, units, interpret):
     """(what a warpgroup does for one chunk and key head, buffers, barriers, buffers that overlap, types of results)."""
     total, nv = decay.shape
     items = total // C + batch
     group = nv // nk
+    width = 1 if group % 2 else 2  # value heads at a time
     halves = key_dim // LINE
     dtype = qkv.dtype
     tile = (C, SUB)
@@ -271,53 +354,59 @@ def _preparation(qkv, decay, batch, *, nk, key_dim, max_slots, normalise, units,
 
     def work(operands, buffers, unit, place, key_head, written=None):
         qkv_g, decay_g, beta_g, slot_g, w_g, r_g, vec_g = operands
-        k_rows, k_tiles, q_rows, q_tiles, key_s, scores_s, pair_s, vec_s, gate_s, k_bar, q_bar, x_s, w_s, quad_s = [
+        k_rows, k_tiles, q_rows, q_tiles, key_s, blocks_s, vec_s, gate_s, k_bar, q_bar, x_s, w_s = [
             ref.at[unit] for ref in buffers
         ]
         item, b, start, length, first = place
-        r_s = k_tiles  # the raw rows are in registers before R is written
+        r_s = k_tiles, q_tiles  # the raw rows are in registers before R is written
 
-        def vector(k):
-            return vec_s.at[pl.ds(k * C, C)]
+        def vector(h, k):
+            return vec_s.at[h, pl.ds(k * C, C)]
 
         t0 = start + first
         valid = jnp.minimum(length - first, C)
 
         @pl.when((item < items) & (first >= 0) & (valid > 0) & is_row_of(slot_g[b], max_slots))
         def _():
-            for i in range(halves):
-                for head, target, bar in ((nk + key_head, k_rows, k_bar), (key_head, q_rows, q_bar)):
+            for head, target, bar in ((nk + key_head, k_rows, k_bar), (key_head, q_rows, q_bar)):
+                for i in range(halves):
                     source = qkv_g.at[pl.ds(t0, C), pl.ds(head * key_dim + i * LINE, LINE)]
                     plgpu.copy_gmem_to_smem(source, target.at[i], bar)
             token = _iota((C,), 0, ROW)
 
             def read_gates(head):
-                """log2 decay and beta of the chunk into `gate_s`, zeros past the row's end."""
+                """log2 decay and beta of `width` heads from `head` on into `gate_s`, zeros past the row's end."""
 
                 def gates(begin):
-                    g = _vector(decay_g.at[pl.ds(begin, C), head], ROW)
-                    return jnp.maximum(jnp.log2(g), LOG2_MIN), _vector(beta_g.at[pl.ds(begin, C), head], ROW)
+                    raw = [
+                        [_vector(ref.at[pl.ds(begin, C), head + h], ROW) for ref in (decay_g, beta_g)]
+                        for h in range(width)
+                    ]
+                    return [(jnp.maximum(jnp.log2(g), LOG2_MIN), beta) for g, beta in raw]
 
-                def put(values):
+                def put(h, values):
                     for kind, x in enumerate(values):
-                        store(gate_s.at[kind], jnp.where(token < valid, x, 0.0))
+                        store(gate_s.at[h, kind], jnp.where(token < valid, x, 0.0))
 
                 @pl.when(t0 + C <= total)
                 def _():
-                    put(gates(t0))
+                    for h, values in enumerate(gates(t0)):
+                        put(h, values)
 
                 @pl.when(t0 + C > total)
                 def _():
                     # The arrays end inside this chunk: read their last C tokens, shift in shared memory.
-                    def late(kind, at):
-                        return vec_s.at[pl.ds(kind * 2 * C + at, C)]
+                    def late(h, kind, at):
+                        return vec_s.at[h, pl.ds(kind * 2 * C + at, C)]
 
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # copies of the vectors
-                    for kind, x in enumerate(gates(total - C)):
-                        store(late(kind, 0), x)
-                        store(late(kind, C), _zeros((C,), f32, ROW))
+                    for h, values in enumerate(gates(total - C)):
+                        for kind, x in enumerate(values):
+                            store(late(h, kind, 0), x)
+                            store(late(h, kind, C), _zeros((C,), f32, ROW))
                     plgpu.commit_smem()
-                    put([_vector(late(kind, t0 + C - total), ROW) for kind in range(2)])
+                    for h in range(width):
+                        put(h, [_vector(late(h, kind, t0 + C - total), ROW) for kind in range(2)])
                     plgpu.commit_smem()
 
             read_gates(key_head * group)
@@ -339,7 +428,9 @@ def _preparation(qkv, decay, batch, *, nk, key_dim, max_slots, normalise, units,
                 r = lax.rsqrt(sum(_row_sum(x * x) for x in raw) + EPS)
                 return [(x * _rows(r, LINE)).astype(f16) for x in raw], r
 
-            row, col = _iota((C, C), 0), _iota((C, C), 1)
+            # What lies in front of the blocks is read, and multiplied by zero.
+            for h in range(width):
+                store(blocks_s.at[h, pl.ds(0, C)], _zeros(tile, f16))
             plgpu.barrier_wait(k_bar)
             key, rk = normalised(k_tiles)
             for i in range(halves):
@@ -356,166 +447,172 @@ def _preparation(qkv, decay, batch, *, nk, key_dim, max_slots, normalise, units,
                 return kk_acc.read(), qk_acc.read()
 
             kk, qk = _accumulate(interpret, [(C, C), (C, C)], gram)
-            kk = jnp.where(row > col, kk, 0.0)
-            scores_s[...] = jnp.where(row >= col, qk, 0.0).astype(f16)
+            scores = jnp.where(_iota((C, C), 0) >= _iota((C, C), 1), qk, 0.0).astype(f16)
 
             # Compact forms, [C, SUB]: what each 16-row block needs of the columns of one 16-column block.
             r, c = _iota(tile, 0), _iota(tile, 1)
             block = lax.shift_right_logical(r, i32(4))
-            eighth = lax.shift_right_logical(r, i32(3)) & 1
-            same_eighth = eighth == lax.shift_right_logical(c, i32(3))
-            identity = jnp.where((r & 15) == c, 1.0, 0.0)
-            odd, lower = (block & 1) == 1, block >= 2
             k_tile = [kk[:, SUB * j : SUB * (j + 1)] for j in range(4)]
             k_diag = jnp.where(
                 block == 0, k_tile[0],
                 jnp.where(block == 1, k_tile[1], jnp.where(block == 2, k_tile[2], k_tile[3])),
             )  # fmt: skip
+            k_diag = jnp.where((r & 15) > c, k_diag, 0.0)
             k_pair = jnp.where(block == 1, k_tile[0], jnp.where(block == 3, k_tile[2], 0.0))
-            k_quad = [jnp.where(lower, k_tile[j], 0.0) for j in range(2)]
+            k_quad = [jnp.where(block >= 2, k_tile[j], 0.0) for j in range(2)]
             # Masks of blocks for 16-bit registers, which hold two elements: a product is one step, a select four.
             token_block = lax.shift_right_logical(token, i32(4))
+            mask = [_rows(jnp.where(token_block == j, 1.0, 0.0), SUB).astype(f16) for j in range(4)]
+            same_eighth = (lax.shift_right_logical(r, i32(3)) & 1) == lax.shift_right_logical(c, i32(3))
+            near = jnp.where(same_eighth, -1.0, 0.0).astype(f16)
+            far = jnp.where(same_eighth, 0.0, 1.0).astype(f16)
+            identity = jnp.where((r & 15) == c, 1.0, 0.0).astype(f16)
 
-            def mask(rows):
-                return _rows(jnp.where(rows, 1.0, 0.0), SUB).astype(f16)
+            def multiply(*pairs):
+                return _block_products(interpret, *pairs)
 
-            block16 = [mask(token_block == j) for j in range(4)]
-            odd16 = mask((token_block & 1) == 1)
-            lower16, upper16 = mask(token_block >= 2), mask(token_block < 2)
+            def turn(x):
+                return _transpose_blocks(interpret, x.astype(f16))
 
-            def diagonal(x):
-                """Compact [C, SUB] as the block-diagonal left operand [C, C]."""
-                x = x.astype(f16)
-                return jnp.concatenate([x * m for m in block16], axis=1)
+            def publish(h, n, x):
+                store(blocks_s.at[h, pl.ds(BEFORE + n * C, C)], x)
 
-            def publish(buffer, x):
-                pair_s.at[buffer][...] = x.astype(f16)
-                plgpu.commit_smem()
+            def fetch(h, n, distance):
+                """The block that the warp `distance` before this one has published."""
+                return _vector(blocks_s.at[h, pl.ds(BEFORE + n * C - distance * SUB, C)], WGMMA)
 
-            def products(*sums, shape=tile):
+            def diagonal_inverse(beta):
+                """Inverses of the 16 x 16 diagonal blocks."""
+                # Rounded once, for all uses: on repeated keys the entries of the inverse are differences of
+                # equal numbers, and an error that all of them share would add up in W and R.
+                a = (k_diag * beta).astype(f16)
+                # 8 x 8: (I + N)(I + N^2)(I + N^4), exact because N^8 = 0
+                n1 = a * near
+                n2 = multiply((n1, turn(n1))).astype(f16)
+                n2_t = turn(n2)
+                x16 = n1 + identity
+                x = x16.astype(f32) + multiply((x16, n2_t))
+                x = x + multiply((x.astype(f16), turn(multiply((n2, n2_t)))))
+                # 8 -> 16: the block below the diagonal becomes -X22 L21 X11
+                x16 = x.astype(f16)
+                below = multiply((a * far, turn(x16)))
+                return (x - multiply((x16, turn(below)))).astype(f16)
+
+            def inverses(beta):
+                """The inverses of all heads, as four [C, SUB]."""
+                heads = range(width)
+                x = [diagonal_inverse(beta[h]) for h in heads]
+                for h in heads:
+                    publish(h, 0, turn(x[h]))
+                _warpgroup_barrier(interpret)
+                # 16 -> 32
+                by_one = [fetch(h, 0, 1) for h in heads]
+                pair = [multiply(((k_pair * beta[h]).astype(f16), by_one[h])) for h in heads]
+                pair = [(multiply((x[h], turn(pair[h]))) * -1.0).astype(f16) for h in heads]
+                for h in heads:
+                    publish(h, 1, turn(pair[h]))
+                _warpgroup_barrier(interpret)
+                # 32 -> 64
+                quad = []
+                for h in heads:
+                    by_two = fetch(h, 0, 2)
+                    x00 = by_two * mask[2] + fetch(h, 0, 3) * mask[3]
+                    x10 = fetch(h, 1, 1) * mask[2] + fetch(h, 1, 2) * mask[3]
+                    x11 = by_one[h] * mask[2] + by_two * mask[3]
+                    a = [(k * beta[h]).astype(f16) for k in k_quad]
+                    quad.append([turn(multiply((a[0], x00), (a[1], x10))), turn(multiply((a[1], x11)))])
+                    for n in range(2):
+                        publish(h, 2 + n, quad[h][n])
+                _warpgroup_barrier(interpret)
+                result = []
+                for h in heads:
+                    z = [
+                        (multiply((x[h], quad[h][n]), (pair[h], fetch(h, 2 + n, 1))) * -1.0).astype(f16)
+                        for n in range(2)
+                    ]
+                    result.append([
+                        z[0] + pair[h] * mask[1] + x[h] * mask[0],
+                        z[1] + x[h] * mask[1],
+                        pair[h] * mask[3] + x[h] * mask[2],
+                        x[h] * mask[3],
+                    ])  # fmt: skip
+                return result
+
+            def products(*sums, shape):
                 """The sums of the products in each list of (left, right) operands."""
 
                 def run(*accs):
-                    for acc, pairs in zip(accs, sums, strict=True):
-                        for a, b in pairs:
-                            acc.mma(a, b)
+                    for acc, (a, b) in zip(accs, sums, strict=True):
+                        acc.mma(a, b)
                     return [acc.read() for acc in accs]
 
                 return _accumulate(interpret, [shape] * len(sums), run)
 
-            def by_diagonal(x, buffer):
-                """Block by block, x @ what `publish` put in `buffer`."""
-                return products([(diagonal(x), pair_s.at[buffer])])[0]
-
-            def one_head(n, _):
-                head = key_head * group + n
-                beta_row = _vector(gate_s.at[1], ROW)
-                beta_tile = _rows(beta_row, SUB)
-                # cumulative log2 decay: a masked row sum stands in for a running sum
-                gamma = None
-                for j in range(4):
-                    g = _cols(_vector(gate_s.at[0, pl.ds(SUB * j, SUB)], COL), C)
-                    g = jnp.where(c + SUB * j <= r, g, 0.0)
-                    gamma = g if gamma is None else gamma + g
-                gamma = _row_sum(gamma)
-
-                # 8 x 8 diagonal blocks: (I + N)(I + N^2)(I + N^4), exact because N^8 = 0
-                # Rounded once, for all uses: on repeated keys the entries of the inverse are differences of
-                # equal numbers, and an error that all of them share would add up in W and R.
-                a = (k_diag * beta_tile).astype(f16).astype(f32)
-                n1 = jnp.where(same_eighth, a * -1.0, 0.0)
-                publish(0, n1)
-                n2 = by_diagonal(n1, 0)
-                publish(1, n2)
-                x = n1 + identity
-                x_n2, n4 = products([(diagonal(x), pair_s.at[1])], [(diagonal(n2), pair_s.at[1])])
-                x = x + x_n2
-                publish(0, n4)
-                x = x + by_diagonal(x, 0)
-                # 8 -> 16, 16 -> 32, 32 -> 64: the block below the diagonal becomes -X22 L21 X11
-                publish(1, x)
-                publish(0, by_diagonal(jnp.where(same_eighth, 0.0, a), 1))
-                x = x - by_diagonal(x, 0)
-
-                publish(1, x)
-                x16 = x.astype(f16)
-                a = (k_pair * beta_tile).astype(f16)
-                (y,) = products([(a * block16[m], pair_s.at[1, pl.ds((m - 1) * SUB, SUB)]) for m in (1, 3)])
-                publish(0, y)
-                (z,) = products([(x16 * block16[m], pair_s.at[0, pl.ds(m * SUB, SUB)]) for m in (1, 3)])
-                left16 = jnp.where(odd, z * -1.0, x).astype(f16)
-                right16 = x16 * odd16
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the previous head's copies
-                quad_s.at[0][...] = left16
-                quad_s.at[1][...] = right16
-                plgpu.commit_smem()
-                a = [(k * beta_tile).astype(f16) for k in k_quad]
-                left, right = products(
-                    [(a[m], quad_s.at[0, pl.ds(m * SUB, SUB)]) for m in (0, 1)],
-                    [(a[1], quad_s.at[1, pl.ds(SUB, SUB)])],
-                )
-                pair_s.at[0][...] = left.astype(f16)
-                pair_s.at[1][...] = right.astype(f16)
-                plgpu.commit_smem()
-                corner = left16 * lower16, right16 * lower16
-                left, right = products(
-                    *[[(corner[m], pair_s.at[side, pl.ds((2 + m) * SUB, SUB)]) for m in (0, 1)] for side in (0, 1)]
-                )
-                x_s[...] = jnp.concatenate(
-                    [
-                        (left * -1.0).astype(f16) + left16 * upper16,
-                        (right * -1.0).astype(f16) + right16 * upper16,
-                        *corner,
-                    ],
-                    axis=1,
-                )
-                store(vector(LOG_GAMMA), gamma)
-                store(vector(K_SCALE), rk * jnp.exp2(gamma))
-                store(vector(Q_SCALE), rq * scale * jnp.exp2(gamma))
+            def some_heads(n, _):
+                head = key_head * group + n * width
+                beta, gamma = [], []
+                for h in range(width):
+                    beta.append(_vector(gate_s.at[h, 1], ROW))
+                    # cumulative log2 decay: a masked row sum stands in for a running sum
+                    sums = None
+                    for j in range(4):
+                        g = _cols(_vector(gate_s.at[h, 0, pl.ds(SUB * j, SUB)], COL), C)
+                        g = jnp.where(c + SUB * j <= r, g, 0.0)
+                        sums = g if sums is None else sums + g
+                    gamma.append(_row_sum(sums))
+                x = inverses([_rows(x, SUB) for x in beta])
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the copies of the heads before
+                for h in range(width):
+                    x_s.at[h][...] = jnp.concatenate(x[h], axis=1)
+                    store(vector(h, LOG_GAMMA), gamma[h])
+                    store(vector(h, K_SCALE), rk * jnp.exp2(gamma[h]))
+                    store(vector(h, Q_SCALE), rq * scale * jnp.exp2(gamma[h]))
                 plgpu.commit_smem()
 
-                (x,) = products([(scores_s, x_s)], shape=(C, C))
-                ratio = _rows(gamma, C) - _cols(_vector(vector(LOG_GAMMA), COL), C)
-                # above the diagonal W is 0, and the ratio must not overflow there
-                x = x * jnp.exp2(jnp.minimum(ratio, 0.0))
-                w = (x * _cols(_vector(gate_s.at[1], COL) * scale, C)).astype(dtype)
-                gamma_end = vec_s[(LOG_GAMMA + 1) * C - 1]
-                r_scale = _rows(beta_row * jnp.exp2(gamma_end - gamma), LINE)
-                for i in range(halves):
-                    (x,) = products([(x_s.transpose((1, 0)), key_s.at[i])], shape=(C, LINE))
-                    r_s.at[i][...] = (x * r_scale).astype(dtype)
-                plgpu.commit_smem()  # all warps are through with X, whose place W takes
-                w_s[...] = w
+                w = products(*[(scores, x_s.at[h]) for h in range(width)], shape=(C, C))
+                for h in range(width):
+                    ratio = _rows(gamma[h], C) - _cols(_vector(vector(h, LOG_GAMMA), COL), C)
+                    # above the diagonal W is 0, and the ratio must not overflow there
+                    w[h] = w[h] * jnp.exp2(jnp.minimum(ratio, 0.0))
+                    w[h] = (w[h] * _cols(_vector(gate_s.at[h, 1], COL) * scale, C)).astype(dtype)
+                for h in range(width):
+                    gamma_end = vec_s[h, (LOG_GAMMA + 1) * C - 1]
+                    r_scale = _rows(beta[h] * jnp.exp2(gamma_end - gamma[h]), LINE)
+                    rows = products(
+                        *[(x_s.at[h].transpose((1, 0)), key_s.at[i]) for i in range(halves)], shape=(C, LINE)
+                    )
+                    for i in range(halves):
+                        r_s[h].at[i][...] = (rows[i] * r_scale).astype(dtype)
+                _warpgroup_barrier(interpret)  # all warps are through with X, whose place W takes
+                for h in range(width):
+                    w_s.at[h][...] = w[h]
                 plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(w_s, w_g.at[item, head])
-                plgpu.copy_smem_to_gmem(r_s, r_g.at[item, head])
-                plgpu.copy_smem_to_gmem(vec_s.at[pl.ds(0, NUM_VECTORS * C)], vec_g.at[item, head])
+                for h in range(width):
+                    plgpu.copy_smem_to_gmem(w_s.at[h], w_g.at[item, head + h])
+                    plgpu.copy_smem_to_gmem(r_s[h], r_g.at[item, head + h])
+                    plgpu.copy_smem_to_gmem(vec_s.at[h, pl.ds(0, NUM_VECTORS * C)], vec_g.at[item, head + h])
 
-                @pl.when(n + 1 < group)
+                @pl.when((n + 1) * width < group)
                 def _():
-                    read_gates(head + 1)
+                    read_gates(head + width)
                     plgpu.commit_smem()
 
-            lax.fori_loop(0, group, one_head, None)
-            plgpu.wait_smem_to_gmem(0)
-            if written is not None:
+            lax.fori_loop(0, group // width, some_heads, None)
+            if written is None:
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            else:
+                plgpu.wait_smem_to_gmem(0)
                 written()
 
-    # X, W and the 32 x 32 blocks take one another's place. All three need as many bytes a unit, or a unit's blocks
-    # would lie in its neighbour's X and W, which may be in use. Of the C / SUB tiles of the blocks two are used.
-    overlay = [
-        _swizzled((units, C, C), f16),
-        _swizzled((units, C, C), dtype),
-        _swizzled((units, C // SUB, C, SUB), f16),
-    ]
+    # X and W take one another's place.
+    overlay = [_swizzled((units, width, C, C), f16), _swizzled((units, width, C, C), dtype)]
     buffers = [
         _copy_target(interpret, (units, halves, C, LINE), dtype),
         _copy_target(interpret, (units, halves, C, LINE), dtype),
         _swizzled((units, halves, C, LINE), f16),
-        _swizzled((units, C, C), f16),
-        _swizzled((units, 2, C, SUB), f16),
-        plgpu.SMEM((units, 4 * C), f32),
-        plgpu.SMEM((units, 2, C), f32),
+        plgpu.SMEM((units, width, BEFORE + 4 * C, SUB), f16),
+        plgpu.SMEM((units, width, 4 * C), f32),
+        plgpu.SMEM((units, width, 2, C), f32),
     ]
     barriers = [plgpu.Barrier(num_arrivals=halves, num_barriers=units)] * 2
     results = [
@@ -539,7 +636,7 @@ def _prepare(qkv, decay, beta, slot_idx, offsets, *, nk, key_dim, max_slots, nor
     )  # fmt: skip
 
     def body(qkv_g, decay_g, beta_g, slot_g, off_g, w_g, r_g, vec_g, k_u, q_u, *scratch):
-        *scratch, overlay = scratch if interpret is None else (*scratch[:-3], [[x] for x in scratch[-3:]])
+        *scratch, overlay = scratch if interpret is None else (*scratch[:-2], [[x] for x in scratch[-2:]])
         scratch = *_aliases(interpret, k_u), *_aliases(interpret, q_u), *scratch, *[ref for (ref,) in overlay]
         item = lax.axis_index("item")
         b = _find_row(off_g, item, batch, total)
@@ -908,13 +1005,13 @@ def _both(qkv, decay, beta, slot_idx, offsets, has_initial_state, scales, pool, 
         cta, wg = lax.axis_index("cta"), lax.axis_index("wg")
         # How often the results for a (chunk, key head) have been written: once they are there, 1.
         ready = pl.get_global(plgpu.SemaphoreType.REGULAR((items * nk,)))
-        first, second, third, *views = memory
+        first, second, _, *views = memory
 
         @pl.when(cta < workers)
         def _():
             operands = qkv_g, decay_g, beta_g, slot_g, w_g, r_g, vec_g
-            (k_rows, q_rows, *shared, x_s), (k_tiles, q_tiles, *_, w_s), (*_, quad_s) = first, second, third
-            refs = k_rows, k_tiles, q_rows, q_tiles, *shared, *prepare_barriers, x_s, w_s, quad_s
+            (k_rows, q_rows, *shared, x_s), (k_tiles, q_tiles, *_, w_s) = first, second
+            refs = k_rows, k_tiles, q_rows, q_tiles, *shared, *prepare_barriers, x_s, w_s
 
             def one(n, _):
                 # All warpgroups of all CTAs take a chunk before any takes its second.
