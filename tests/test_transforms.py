@@ -277,7 +277,7 @@ def test_explicit_mesh_refuses_what_it_cannot_split(implementation):
         arrays[3] = jax.device_put(arrays[3], NamedSharding(mesh, P("heads")))
         rest = [jax.device_put(x, NamedSharding(mesh, P())) for x in arrays]
         rest[3] = arrays[3]
-        with pytest.raises(ValueError, match="recurrent_state of shape .* is sharded as"):
+        with pytest.raises(ValueError, match=r"recurrent_state of shape .* is sharded as"):
             function("recurrence", implementation.name)(*rest)
 
 
