@@ -1,9 +1,9 @@
 """What the Mosaic GPU kernels of this package share.
 
 One kernel thread is a warpgroup of 128 lanes. A tile of a state is handled as a list of chunks of
-`KEY_LANES` key rows by `value_tile` value columns; the eight rows of a chunk sit in eight lanes of one
-warp, so a sum over the key dimension is a sum over chunks inside a lane followed by three shuffles, and
-no value crosses warps. The order of every such sum depends on the key dimension alone, never on the
+`KEY_ROWS` key rows by `value_tile` value columns; the eight rows of a chunk sit in one warp, one or two of
+them in a lane, so a sum over the key dimension is a sum over chunks inside a lane followed by a few shuffles,
+and no value crosses warps. The order of every such sum depends on the key dimension alone, never on the
 width of the tile or on the path that computed it: that is what makes all paths agree bit for bit.
 """
 
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-KEY_LANES = 8
+KEY_ROWS = 8
 EPS = 1e-6
 
 
@@ -31,19 +31,18 @@ def value_tile(value_head_dim: int, limit: int) -> int:
     return tile
 
 
-def state_layout(tile: int, vector: int):
-    """Layout of [8 n, tile]: warps and four lanes along the values, eight lanes along the keys.
+def state_layout(tile: int):
+    """Layout of [8 n, tile]: warps along the values, lanes along values and keys.
 
-    `vector` neighbouring columns of one lane move as one access of `vector` elements: at most `tile // 16`,
-    and no more than what the alignment of the arrays it loads and stores allows.
-    `.reduce(1)` is the layout of a key vector [8 n], `.reduce(0)` that of a value vector [tile].
+    Of the eight rows of a chunk a lane holds one for tiles of 16 columns, otherwise two neighbours (their keys come
+    from shared memory in one access). A sum over the rows adds neighbours first in either case, in a lane or between
+    lanes. `.reduce(1)` is the layout of a key vector [8 n], `.reduce(0)` that of a value vector [tile].
     """
-    warp_columns, access_columns = tile // 4, 4 * vector
-    if warp_columns == access_columns:
-        tiling = plgpu.Tiling(((KEY_LANES, tile), (KEY_LANES, warp_columns), (vector,)))
-        return plgpu.Layout.TILED(tiling, (-4,), (-3, -2), -1)
-    tiling = plgpu.Tiling(((KEY_LANES, tile), (KEY_LANES, warp_columns), (KEY_LANES, access_columns), (vector,)))
-    return plgpu.Layout.TILED(tiling, (-6,), (-3, -2), -1)
+    columns = tile // 4
+    if columns == 4:
+        return plgpu.Layout.TILED(plgpu.Tiling(((KEY_ROWS, tile), (KEY_ROWS, 4), (1,))), (-4,), (-3, -2), -1)
+    tiling = plgpu.Tiling(((KEY_ROWS, tile), (KEY_ROWS, columns), (2, columns // 8)))
+    return plgpu.Layout.TILED(tiling, (-5,), (-4, -3), -1)
 
 
 def row_layout(width: int, itemsize: int):

@@ -75,6 +75,7 @@ PLANS = {
     "whole rows of 32": forward.Plan(32, rows=True),
     "whole rows of 128": forward.Plan(128, rows=True),
     "windows of 4": forward.Plan(16, window=4, warpgroups=2),
+    "windows of 4, all tiles of a key head": forward.Plan(16, window=4, warpgroups=2, run=4),
     "windows of 16": forward.Plan(32, window=16, warpgroups=1),
 }
 
@@ -116,7 +117,7 @@ def test_verify(ring_dtype, window, padding):
     ring = jnp.full((4, 1, ring_len, 16 + 2 * 17 + padding), jnp.nan, ring_dtype)
     ring_slots = jnp.asarray([2, 3, 9, 0, 1], jnp.int32)
     pool, records = jax.new_ref(args[3]), jax.new_ref(ring)
-    plan = forward.Plan(16, window=window, warpgroups=1)
+    plan = forward.Plan(16, window=window, warpgroups=1, run=2 if window == 4 else 1)
     out = forward.run_rows(args[:3], args[4:], pool, records, ring_slots, plan=plan, interpret=INTERPRET)
     pool, records = jax.freeze(pool), jax.freeze(records)
     expected_out, expected_pool = run(args, plan)
@@ -209,7 +210,7 @@ def test_shared_memory_suffices(tokens, pool, records):
         for value_dim in (16, 48, 64, 128, 240, 256):
             for num_tokens, batch in ((1, 1), (16, 16), (8, 1), (64, 16), (8192, 1), (8192, 8), (262144, 64)):
                 dtypes = jnp.dtype(tokens), jnp.dtype(pool)
-                plan = forward.plan_rows(num_tokens, batch, 32, key_dim, value_dim, dtypes, records)
+                plan = forward.plan_rows(num_tokens, batch, 16, 32, key_dim, value_dim, dtypes, records)
                 if plan.window:
                     assert forward.shared_bytes(plan, key_dim, dtypes, records) <= 232448
                 elif plan.rows:

@@ -20,7 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from gdn_jax._mosaic import (
     EPS,
-    KEY_LANES,
+    KEY_ROWS,
     along_keys,
     along_values,
     compiler_params,
@@ -50,10 +50,10 @@ _SHARED_UNIT = 1024
 """What Mosaic aligns every buffer in shared memory to."""
 _SHARED_RESERVED = 4096
 """Enough for what Mosaic adds to the buffers: 2048 bytes for reductions, and barriers."""
-_SHORT_WINDOW = 4
-_GROUP = 4
-_VERIFY_GROUP = 2
-"""Tokens of a window that are computed as straight-line code; fewer in a verify, for its code and compile time."""
+_SHORT_WINDOW, _LONG_WINDOW = 4, 16
+"""Tokens of a row that are handled together where rows are short on average, and where they are not."""
+_SHORT_WARPGROUPS = 4
+"""Warpgroups of a thread block with short windows: they get 128 registers a thread, of which a tile takes 64."""
 _ROWS_PROGRAMS = 256
 """Programs from which on states travel through shared memory in whole rows."""
 _ROWS_BYTES = 32 * 1024
@@ -62,7 +62,7 @@ _UNROLL = 4
 """Chunks of a state in shared memory that are in registers together."""
 _PIECES = 4
 """Bulk copies that a tile comes in, if its rows can be cut so."""
-_PAIR = 2 * KEY_LANES
+_PAIR = 2 * KEY_ROWS
 """Rows of a state in which each of the running sums of a column gets one product."""
 
 
@@ -119,15 +119,17 @@ class Plan:
         rows: with `window` 0, whether a tile travels by bulk copies through shared memory and is read in whole rows.
         warpgroups: with a window, warpgroups of a thread block, each a program of its own; together they may use all
             registers of a multiprocessor, so their number bounds what the compiler gives to one.
+        run: with the short window, tiles of one key head that a program takes one after the other.
     """
 
     tile: int
     window: int = 0
     rows: bool = False
     warpgroups: int = 3
+    run: int = 1
 
 
-def plan_rows(num_tokens, batch, num_value_heads, key_dim, value_dim, dtypes, records) -> Plan:
+def plan_rows(num_tokens, batch, num_key_heads, num_value_heads, key_dim, value_dim, dtypes, records) -> Plan:
     """`dtypes` are those of tokens and pool; `records` says whether rows write records, as in a verify."""
 
     def programs(tile):
@@ -141,11 +143,16 @@ def plan_rows(num_tokens, batch, num_value_heads, key_dim, value_dim, dtypes, re
             return Plan(tile)
         wide = value_tile(value_dim, _ROWS_BYTES // (key_dim * dtypes[1].itemsize))
         return Plan(wide if programs(wide) >= _ROWS_PROGRAMS else tile, rows=True)
-    window = 4 if num_tokens < max(16, 8 * batch) else 16
-    most = 1 if window == 16 and programs(tile) <= _MULTIPROCESSORS else 3
-    if window == _SHORT_WINDOW:
-        return Plan(tile, window=window, warpgroups=min(4, -(-programs(tile) // _MULTIPROCESSORS)))
-    plans = [Plan(tile, window=window, warpgroups=n) for n in range(most, 0, -1)]
+    if num_tokens < max(16, 8 * batch):
+        warpgroups = min(_SHORT_WARPGROUPS, -(-programs(tile) // _MULTIPROCESSORS))
+        workers = warpgroups * _MULTIPROCESSORS
+        of_key_head = num_value_heads // num_key_heads * (value_dim // tile)
+        runs = [n for n in range(of_key_head, 0, -1) if of_key_head % n == 0]
+        # The longest run that leaves the busiest worker with no more tiles than runs of one would.
+        run = min(runs, key=lambda n: -(-programs(tile) // (n * workers)) * n)
+        return Plan(tile, window=_SHORT_WINDOW, warpgroups=warpgroups, run=run)
+    most = 1 if programs(tile) <= _MULTIPROCESSORS else 3
+    plans = [Plan(tile, window=_LONG_WINDOW, warpgroups=n) for n in range(most, 0, -1)]
     return next(plan for plan in plans if shared_bytes(plan, key_dim, dtypes, records) <= _SHARED_BYTES)
 
 
@@ -153,15 +160,10 @@ def window_buffers(plan, key_dim, dtypes, records) -> list[tuple[tuple[int, ...]
     """Shapes and dtypes of what a program with a window keeps in shared memory."""
     token, pool, f32 = *dtypes, jnp.dtype(jnp.float32)
     window, tile = plan.window, plan.tile
-    buffers = [
-        ((key_dim, tile), pool),
-        ((2, window, key_dim), token),
-        ((2, window, key_dim), token),
-        ((2, window, tile), token),
-        ((window, key_dim), f32),
-        ((window, key_dim), f32),
-        ((5, window), f32),
-    ]
+    buffers = [((key_dim, tile), pool), ((window, key_dim), f32), ((window, key_dim), f32), ((5, window), f32)]
+    if window > _SHORT_WINDOW:
+        arriving = [((2, window, key_dim), token), ((2, window, key_dim), token), ((2, window, tile), token)]
+        buffers += arriving
     return [*buffers, ((window, tile), f32)] if records else buffers
 
 
@@ -312,12 +314,13 @@ def run_rows(tokens, rows, pool, ring=None, ring_slot_idx=None, *, plan=None, in
     group = num_value_heads // num_key_heads
     dtypes = (qkv.dtype, pool.dtype)
     if plan is None:
-        plan = plan_rows(num_tokens, batch, num_value_heads, key_dim, value_dim, dtypes, ring is not None)
+        plan = plan_rows(
+            num_tokens, batch, num_key_heads, num_value_heads, key_dim, value_dim, dtypes, ring is not None
+        )
     tile, window = plan.tile, plan.window
-    straight_tokens = _GROUP if ring is None else _VERIFY_GROUP
     num_tiles = value_dim // tile
     num_programs = batch * num_value_heads * num_tiles
-    chunks = [pl.ds(c, KEY_LANES) for c in range(0, key_dim, KEY_LANES)]
+    chunks = [pl.ds(c, KEY_ROWS) for c in range(0, key_dim, KEY_ROWS)]
     num_pieces = math.gcd(key_dim // _PAIR, _PIECES)
     one_key = KeyVectors(key_dim)
 
@@ -326,11 +329,11 @@ def run_rows(tokens, rows, pool, ring=None, ring_slot_idx=None, *, plan=None, in
 
         def __init__(self, width):
             self.width = width
-            self.layout = state_layout(width, min(width // 16, 16 // pool.dtype.itemsize))
+            self.layout = state_layout(width)
             self.key_layout, self.value_layout = self.layout.reduce(1), self.layout.reduce(0)
 
         def zeros(self, count):
-            return [zeros((KEY_LANES, self.width), self.layout) for _ in range(count)]
+            return [zeros((KEY_ROWS, self.width), self.layout) for _ in range(count)]
 
         def load(self, refs):
             return [load(ref, self.layout) for ref in refs]
@@ -342,7 +345,7 @@ def run_rows(tokens, rows, pool, ring=None, ring_slot_idx=None, *, plan=None, in
             return (tuple(self.zeros(2)),) * 2
 
         def update(self, state, keys, factor, decay):
-            spread = along_keys(factor, KEY_LANES, self.layout)
+            spread = along_keys(factor, KEY_ROWS, self.layout)
             return [update(s, k, spread, decay) for s, k in zip(state, keys, strict=True)]
 
         def step(self, state, keys, queries, value, gates, needed=None):
@@ -366,7 +369,7 @@ def run_rows(tokens, rows, pool, ring=None, ring_slot_idx=None, *, plan=None, in
         def __init__(self, width):
             self.width = width
             self.layout, rows = row_layout(width, pool.dtype.itemsize)
-            self.unit = max(rows, KEY_LANES)
+            self.unit = max(rows, KEY_ROWS)
             self.key_layout, self.factor_layout = self.layout.reduce(1), self.layout.reduce(0)
             self.value_layout = vector_layout(width)
 
@@ -396,7 +399,7 @@ def run_rows(tokens, rows, pool, ring=None, ring_slot_idx=None, *, plan=None, in
             for which in range(2):
                 lanes = [load(partial_s.at[which, i], self.value_layout) for i in range(self.unit)]
                 if self.unit == _PAIR:
-                    lanes = [even + odd for even, odd in zip(lanes[:KEY_LANES], lanes[KEY_LANES:], strict=True)]
+                    lanes = [even + odd for even, odd in zip(lanes[:KEY_ROWS], lanes[KEY_ROWS:], strict=True)]
                 while len(lanes) > 1:
                     lanes = [a + b for a, b in zip(lanes[::2], lanes[1::2], strict=True)]
                 sums += lanes
@@ -570,116 +573,192 @@ def run_rows(tokens, rows, pool, ring=None, ring_slot_idx=None, *, plan=None, in
 
         zero_uncovered(offset_g, out_g, out_columns, whole.value_layout, b, batch)
 
+    num_blocks = min(_MULTIPROCESSORS * max(3 // plan.warpgroups, 1), -(-num_programs // plan.warpgroups))
+    num_workers = num_blocks * plan.warpgroups
+
     def windowed(qkv_g, decay_g, beta_g, slot_g, offset_g, has_g, *refs):
-        """Tiles one after the other, each in registers; the tokens of a window as straight-line code."""
+        """Tiles one after the other, each in registers; the next one's state is on its way while one is computed.
+
+        The tiles of a run have one row and one key head: if the row is one window, its keys, queries and norms are
+        computed once for all of them.
+        """
+        *refs, arrived = refs
         if ring is None:
             pool_g, out_g, *scratch = refs
         else:
             ring_slot_g, pool_g, ring_g, out_g, *scratch = refs
         warpgroup = lax.axis_index("warpgroup")
-        # Neighbours on different multiprocessors, so that the last round is spread over all of them.
+        # A block's workers are far apart, so that the last round of runs is spread over all multiprocessors.
         worker = warpgroup * num_blocks + lax.axis_index("block")
-        keys_s, queries_s, gates_s, *factors_s = (ref.at[warpgroup] for ref in scratch)
+        state_s, keys_s, queries_s, scales_s, *scratch = (ref.at[warpgroup] for ref in scratch)
+        if ring is not None:
+            (factors_s,) = scratch
         vectors = KeyVectors(key_dim, window)
-        gate_layout = vectors.layout.reduce(1)
+        num_runs = num_programs // plan.run
 
-        def tile_of(n, _):
-            b, h, v0 = where(worker + n * num_workers)
-            slot = slot_g[b]
+        def first_tile(n):
+            return (worker + n * num_workers) * plan.run
+
+        def row_of(n):
+            """Row of the worker's run n: its slot, its tokens, and whether there is anything to compute."""
+            b, _, _ = where(jnp.minimum(first_tile(n), num_programs - 1))
             start, end = row_bounds(offset_g, b, num_tokens)
-            live = is_row_of(slot, max_slots)
-            key_columns, query_columns, value_at = token_columns(h)
-            value_columns, out_columns = pl.ds(value_at + v0, tile), pl.ds(h * value_dim + v0, tile)
-            commits = True if ring is None else end - start > ring_g.shape[2]
+            slot = slot_g[b]
+            return slot, start, end, is_row_of(slot, max_slots) & (end > start) & (first_tile(n) < num_programs)
 
-            def window_of(carry):
-                first, state = carry
-                # The array may end before the window does.
-                at = jnp.minimum(first, num_tokens - window)
-                tokens = pl.ds(at, window)
-                keys, queries = (vectors.load(qkv_g.at[tokens, columns]) for columns in (key_columns, query_columns))
-                gates = [load(g.at[tokens, h], gate_layout) for g in (decay_g, beta_g)]
-                vectors.store(keys_s, keys)
-                vectors.store(queries_s, queries)
-                for n, gate in enumerate((*gates, *vectors.scales(keys, queries))):
-                    store(gates_s.at[n], gate)
-                plgpu.commit_smem()
-                for p in range(window):
-                    t = first + p
-                    held = jnp.minimum(t - at, window - 1)
-                    value = load(qkv_g.at[jnp.minimum(t, num_tokens - 1), value_columns], whole.value_layout)
-                    state, out, factor = whole.step(
-                        state,
-                        whole.load_keys([keys_s.at[held, c] for c in chunks]),
-                        whole.load_keys([queries_s.at[held, c] for c in chunks]),
-                        value,
-                        [gates_s[n, held] for n in range(5)],
-                        needed=t < end if ring is None else (t + 1 < end) | (commits & (t < end)),
-                    )
+        def fetch(slot, i):
+            _, h, v0 = where(i)
+            plgpu.copy_gmem_to_smem(pool_g.at[slot, h, :, pl.ds(v0, tile)], state_s, arrived.at[warpgroup])
 
-                    @pl.when(t < end)
-                    def _(t=t, out=out):
-                        store(out_g.at[t, out_columns], out)
+        def run_of(n, row):
+            b, first_head = where(first_tile(n))[:2]
+            slot, start, end, busy = row
+            next_row = row_of(n + 1)
+            has_state = has_g[b]
+            key_columns, query_columns, _ = token_columns(first_head)
+            if ring is None:
+                commits = True
+            else:
+                to = ring_row(ring_g, ring_slot_g[b], end - start)
+                commits = end - start > ring_g.shape[2]
 
-                    if ring is not None:
-                        store(factors_s[0].at[p], factor)
-                if ring is not None:
-                    to = ring_row(ring_g, ring_slot_g[b], end - start)
-                    plgpu.commit_smem()
+            def fetch_after(i):
+                """The tile that the worker computes after the run's tile i."""
+                more = i + 1 < plan.run
 
-                    @pl.when(to >= 0)
+                @pl.when(more | next_row[3])
+                def _():
+                    following = jnp.where(more, first_tile(n) + i + 1, first_tile(n + 1))
+                    fetch(jnp.where(more, slot, next_row[0]), following)
+
+            def tile_of(i, _):
+                h, v0 = where(first_tile(n) + i)[1:]
+                value_columns = pl.ds(token_columns(h)[2] + v0, tile)
+                out_columns = pl.ds(h * value_dim + v0, tile)
+
+                def window_of(carry):
+                    first, state = carry
+                    # The array may end before the window does.
+                    at = jnp.minimum(first, num_tokens - window)
+
+                    def operands(p):
+                        t = jnp.minimum(first + p, num_tokens - 1)
+                        return load(qkv_g.at[t, value_columns], whole.value_layout), decay_g[t, h], beta_g[t, h]
+
+                    @pl.when((i == 0) | (end - start > window))
                     def _():
-                        member = lax.rem(h, group)
+                        rows = pl.ds(at, window)
+                        keys = vectors.load(qkv_g.at[rows, key_columns])
+                        queries = vectors.load(qkv_g.at[rows, query_columns])
 
-                        def write(p, _):
-                            record = ring_g.at[to, lax.div(h, group), first + p - start]
-                            held = first + p - at
-                            key, decay = keys_s.at[held], gates_s[0, held]
-                            write_record(record, member, group, v0, key, factors_s[0].at[p], decay, value_dim)
-                            return 0
+                        @pl.when(first > start)
+                        def _():
+                            # All warps have done with the window before; with another tile, they had at its start.
+                            plgpu.commit_smem()
 
-                        lax.fori_loop(0, jnp.minimum(end - first, window), write, 0)
+                        vectors.store(keys_s, keys)
+                        vectors.store(queries_s, queries)
+                        for j, scale in enumerate(vectors.scales(keys, queries)):
+                            store(scales_s.at[j], scale)
+                        plgpu.commit_smem()
 
-                # What the next window or tile overwrites has been read.
+                    def token(p, carry):
+                        state, (value, *gates) = carry
+                        following = operands(p + 1)
+                        held = first + p - at
+                        state, out, factor = whole.step(
+                            state,
+                            whole.load_keys([keys_s.at[held, c] for c in chunks]),
+                            whole.load_keys([queries_s.at[held, c] for c in chunks]),
+                            value,
+                            (*gates, *(scales_s[j, held] for j in range(3))),
+                            needed=None if ring is None else commits | (first + p + 1 < end),
+                        )
+                        store(out_g.at[first + p, out_columns], out)
+                        if ring is not None:
+                            store(factors_s.at[p], factor)
+                        return state, following
+
+                    count = jnp.minimum(end - first, window)
+                    state, _ = lax.fori_loop(0, count, token, (state, operands(0)))
+                    if ring is not None:
+
+                        @pl.when(to >= 0)
+                        def _():
+                            plgpu.commit_smem()
+
+                            def write(p, _):
+                                t = first + p
+                                record = ring_g.at[to, lax.div(h, group), t - start]
+                                key, factor, decay = keys_s.at[t - at], factors_s.at[p], decay_g[t, h]
+                                write_record(record, lax.rem(h, group), group, v0, key, factor, decay, value_dim)
+                                return 0
+
+                            lax.fori_loop(0, count, write, 0)
+
+                    return first + window, state
+
+                plgpu.barrier_wait(arrived.at[warpgroup])
+                state = lax.cond(
+                    has_state,
+                    lambda: whole.load([state_s.at[c] for c in chunks]),
+                    lambda: whole.zeros(len(chunks)),
+                )
                 plgpu.commit_smem()
-                return first + window, state
-
-            @pl.when(live & (end > start))
-            def _():
-                state_g = [pool_g.at[slot, h, c, pl.ds(v0, tile)] for c in chunks]
-                state = lax.cond(has_g[b], lambda: whole.load(state_g), lambda: whole.zeros(len(chunks)))
+                fetch_after(i)
                 _, state = lax.while_loop(lambda carry: carry[0] < end, window_of, (start, state))
 
                 @pl.when(commits)
                 def _():
-                    for ref, s in zip(state_g, state, strict=True):
-                        store(ref, s)
+                    for c, s in zip(chunks, state, strict=True):
+                        store(pool_g.at[slot, h, c, pl.ds(v0, tile)], s)
 
-            @pl.when(jnp.logical_not(live))
+                return 0
+
+            @pl.when(busy)
             def _():
-                zero_tokens(out_g, start, end, out_columns, whole.value_layout)
+                lax.fori_loop(0, plan.run, tile_of, 0)
 
-            zero_uncovered(offset_g, out_g, out_columns, whole.value_layout, b, batch)
-            return 0
+            @pl.when(jnp.logical_not(busy))
+            def _():
+                fetch_after(plan.run - 1)
 
-        lax.fori_loop(0, lax.div(num_programs - worker + (num_workers - 1), num_workers), tile_of, 0)
+            def zero(i, _):
+                h, v0 = where(first_tile(n) + i)[1:]
+                out_columns = pl.ds(h * value_dim + v0, tile)
 
-    num_blocks = min(_MULTIPROCESSORS * max(3 // plan.warpgroups, 1), -(-num_programs // plan.warpgroups))
-    num_workers = num_blocks * plan.warpgroups
+                @pl.when(jnp.logical_not(is_row_of(slot, max_slots)))
+                def _():
+                    zero_tokens(out_g, start, end, out_columns, whole.value_layout)
+
+                zero_uncovered(offset_g, out_g, out_columns, whole.value_layout, b, batch)
+                return 0
+
+            lax.fori_loop(0, plan.run, zero, 0)
+            return next_row
+
+        first_row = row_of(0)
+
+        @pl.when(first_row[3])
+        def _():
+            fetch(first_row[0], first_tile(0))
+
+        lax.fori_loop(0, lax.div(num_runs - worker + (num_workers - 1), num_workers), run_of, first_row)
 
     def streamed(qkv_g, decay_g, beta_g, slot_g, offset_g, has_g, *refs):
         """Tiles one after the other; the next one's state and first tokens are on their way while one is computed.
 
         Windows are numbered through, tile by tile; window w is held in stage w % 2.
         """
+        *refs, state_arrived, tokens_arrived = refs
         if ring is None:
-            pool_g, out_g, state_arrived, tokens_arrived, *scratch = refs
+            pool_g, out_g, *scratch = refs
         else:
-            ring_slot_g, pool_g, ring_g, out_g, state_arrived, tokens_arrived, *scratch = refs
+            ring_slot_g, pool_g, ring_g, out_g, *scratch = refs
         warpgroup = lax.axis_index("warpgroup")
         worker = lax.axis_index("block") * plan.warpgroups + warpgroup
         scratch = [ref.at[warpgroup] for ref in scratch]
-        state_s, raw_keys, raw_queries, raw_values, keys_s, queries_s, gates_s, *scratch = scratch
+        state_s, keys_s, queries_s, gates_s, raw_keys, raw_queries, raw_values, *scratch = scratch
         if ring is not None:
             (factors,) = scratch
         vectors = KeyVectors(key_dim, window)
@@ -781,26 +860,15 @@ def run_rows(tokens, rows, pool, ring=None, ring_slot_idx=None, *, plan=None, in
                         [gates_s[n, p + gate_shift if n < 2 else p] for n in range(5)],
                     )
 
-                def step(p, state, operands, needed=None):
-                    state, out, factor = whole.step(state, *operands, needed=needed)
+                def token(p, state):
+                    needed = None if ring is None else commits | (first + p + 1 < end)
+                    state, out, factor = whole.step(state, *operands(p), needed=needed)
                     store(out_g.at[first + p, out_columns], out)
                     if ring is not None:
                         store(factors.at[p], factor)
                     return state
 
-                def straight(g, state):
-                    """`straight_tokens` tokens, each one's operands loaded before the output ahead of it is stored."""
-                    following = operands(g * straight_tokens)
-                    for p in (g * straight_tokens + u for u in range(straight_tokens)):
-                        current = following
-                        following = operands(jnp.minimum(p + 1, window - 1))
-                        needed = None if ring is None else commits | (first + p + 1 < end)
-                        state = step(p, state, current, needed)
-                    return state
-
-                groups = lax.div(count, straight_tokens)
-                state = lax.fori_loop(0, groups, straight, state)
-                state = lax.fori_loop(groups * straight_tokens, count, lambda p, s: step(p, s, operands(p)), state)
+                state = lax.fori_loop(0, count, token, state)
                 if ring is not None:
                     plgpu.commit_smem()
 
@@ -854,19 +922,16 @@ def run_rows(tokens, rows, pool, ring=None, ring_slot_idx=None, *, plan=None, in
     body = direct if not window else windowed if window == _SHORT_WINDOW else streamed
     f32 = jnp.float32
     threads = {}
-    if window == _SHORT_WINDOW:
-        shapes = [(window, key_dim), (window, key_dim), (5, window), (window, tile)]
-        scratch = [plgpu.SMEM((plan.warpgroups, *shape), f32) for shape in (shapes[:3] if ring is None else shapes)]
-        threads = {"num_threads": plan.warpgroups, "thread_name": "warpgroup"}
-    elif window:
+    if window:
         scratch = [
-            plgpu.Barrier(num_arrivals=1, num_barriers=plan.warpgroups),
-            plgpu.Barrier(num_arrivals=3, num_barriers=2 * plan.warpgroups),
             *(
                 plgpu.SMEM((plan.warpgroups, *shape), dtype)
                 for shape, dtype in window_buffers(plan, key_dim, dtypes, ring is not None)
             ),
+            plgpu.Barrier(num_barriers=plan.warpgroups),
         ]
+        if body is streamed:
+            scratch += [plgpu.Barrier(num_arrivals=3, num_barriers=2 * plan.warpgroups)]
         threads = {"num_threads": plan.warpgroups, "thread_name": "warpgroup"}
     else:
         scratch = [plgpu.SMEM((2, max(key_dim, tile)), f32)]
@@ -903,14 +968,11 @@ def write_record(record, member, group, v0, key, factor, decay, value_dim):
 
     Key and factor come from shared memory, so that the accesses can be as narrow as the record's alignment asks.
     """
-    (key_dim,), (_tile,) = key.shape, factor.shape
-    stride = record.shape[-1]
+    (key_dim,) = key.shape
 
     def copy(source, at):
         (size,) = source.shape
-        unit = math.gcd(size, 128)
-        layout = state_layout(unit, math.gcd(unit // 16, stride, 4)).reduce(0)
-        store(record.at[pl.ds(at, size)], load(source, layout))
+        store(record.at[pl.ds(at, size)], load(source, vector_layout(size)))
 
     copy(factor, key_dim + member * value_dim + v0)
 
