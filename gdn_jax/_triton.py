@@ -12,6 +12,8 @@ import triton.language as tl  # pyright: ignore[reportMissingImports]
 EPS = tl.constexpr(1e-6)
 ZERO_CHUNK = tl.constexpr(16)
 """Tokens whose cover by rows one program looks at together."""
+PARTS = tl.constexpr(4)
+"""A tile of a state is a tuple of that many, one below the other: sums over its rows begin as chains of `fma`."""
 MAX_HEAD_DIM = 256
 
 
@@ -29,13 +31,16 @@ def head_sizes(qkv, recurrent_state) -> dict[str, int]:
 
 
 def row_launch(qkv, recurrent_state, batch: int) -> dict:
-    """Grid, warps and constants of the kernels that go token by token (`run_row`): 64 state elements a thread."""
+    """Grid, warps and constants of the kernels that go token by token (`run_row`).
+
+    A tile is 128 bytes wide, a line of the cache, with 128 elements a thread: few warps that wait for each other.
+    """
     sizes = head_sizes(qkv, recurrent_state)
-    rows = triton.next_power_of_2(sizes["KD"])
-    columns = min(triton.next_power_of_2(sizes["VD"]), 32)
+    rows = max(triton.next_power_of_2(sizes["KD"]), PARTS.value)
+    columns = min(triton.next_power_of_2(sizes["VD"]), 128 // recurrent_state.dtype.itemsize)
     return {
         "grid": (batch * sizes["NV"] * triton.cdiv(sizes["VD"], columns),),
-        "num_warps": max(rows * columns // (64 * 32), 1),
+        "num_warps": max(rows * columns // (128 * 32), 1),
         "num_stages": 1,
         "ROWS": rows,
         "COLUMNS": columns,
@@ -122,6 +127,71 @@ def update(state, key, factor, decay):
 
 
 @triton.jit
+def row_masks(row, LIMIT: tl.constexpr):
+    """For each part, which of its rows are below LIMIT; `row` numbers those of the first."""
+    masks = ()
+    for i in tl.static_range(PARTS):
+        masks += (row + i * row.shape[0] < LIMIT,)
+    return masks
+
+
+@triton.jit
+def tile_masks(is_row, is_column):
+    masks = ()
+    for i in tl.static_range(PARTS):
+        masks += (is_row[i][:, None] & is_column[None, :],)
+    return masks
+
+
+@triton.jit
+def load_parts(at, step, masks):
+    parts = ()
+    for i in tl.static_range(PARTS):
+        parts += (load_float(at + i * step, masks[i]),)
+    return parts
+
+
+@triton.jit
+def store_parts(at, step, parts, masks):
+    for i in tl.static_range(PARTS):
+        tl.store(at + i * step, parts[i].to(at.dtype.element_ty), masks[i])
+
+
+@triton.jit
+def each_and(masks, condition):
+    both = ()
+    for i in tl.static_range(PARTS):
+        both += (masks[i] & condition,)
+    return both
+
+
+@triton.jit
+def update_parts(state, key, factor, decay):
+    parts = ()
+    for i in tl.static_range(PARTS):
+        parts += (update(state[i], key[i], factor, decay),)
+    return parts
+
+
+@triton.jit
+def product_of_vectors(a, b):
+    """Elements whose sum is the inner product."""
+    total = a[0] * b[0]
+    for i in tl.static_range(1, PARTS):
+        total = tl.fma(a[i], b[i], total)
+    return total
+
+
+@triton.jit
+def product_with_state(state, vector):
+    """Rows whose sum is `state^T vector`."""
+    total = state[0] * vector[0][:, None]
+    for i in tl.static_range(1, PARTS):
+        total = tl.fma(state[i], tl.broadcast_to(vector[i][:, None], total.shape), total)
+    return total
+
+
+@triton.jit
 def token_output(state, key, query, value, decay, beta, SCALE: tl.constexpr):
     """One token over a tile of a state: the output, and what the raw key is multiplied by in the update.
 
@@ -129,24 +199,26 @@ def token_output(state, key, query, value, decay, beta, SCALE: tl.constexpr):
 
         S'^T q = decay * S^T q + (k . q) * factor        where        S' = decay * S + k factor^T
     """
-    key_square, query_square, key_query = tl.reduce((key * key, query * query, key * query), 0, sum_of_three)
+    squares = product_of_vectors(key, key), product_of_vectors(query, query), product_of_vectors(key, query)
+    key_square, query_square, key_query = tl.reduce(squares, 0, sum_of_three)
     key_scale = tl.math.rsqrt(key_square + EPS)
     query_scale = tl.math.rsqrt(query_square + EPS) * SCALE
-    against_key, against_query = tl.reduce((state * key[:, None], state * query[:, None]), 0, sum_of_two)
+    against = product_with_state(state, key), product_with_state(state, query)
+    against_key, against_query = tl.reduce(against, 0, sum_of_two)
     factor = (value - against_key * (decay * key_scale)) * (beta * key_scale)
     return (against_query * decay + key_query * factor) * query_scale, factor
 
 
 @triton.jit
 def load_token(
-    qkv, decay, beta, t, h, key_index, value_index,
+    qkv, decay, beta, t, h, key_index, is_key, value_index,
     NK: tl.constexpr, NV: tl.constexpr, KD: tl.constexpr, VD: tl.constexpr,
 ):  # fmt: skip
-    """Key, query, value (a tile of them), decay and beta of value head h for one token, in float32."""
+    """Key and query in parts, value (a tile of it), decay and beta of value head h for one token, in float32."""
     hk = h // (NV // NK)
     at = qkv + tl.cast(t, tl.int64) * (2 * NK * KD + NV * VD)
-    key = load_float(at + (NK + hk) * KD + key_index, key_index < KD)
-    query = load_float(at + hk * KD + key_index, key_index < KD)
+    key = load_parts(at + (NK + hk) * KD + key_index, key_index.shape[0], is_key)
+    query = load_parts(at + hk * KD + key_index, key_index.shape[0], is_key)
     value = load_float(at + 2 * NK * KD + h * VD + value_index, value_index < VD)
     gate = tl.cast(t, tl.int64) * NV + h
     return key, query, value, tl.load(decay + gate), tl.load(beta + gate)
@@ -171,14 +243,18 @@ def run_row(
     h = program // TILES % NV
     b = program // (TILES * NV)
     slot, start, end, live = row_of(slot_idx, offsets, b, T, MAX_SLOTS)
-    key_index = tl.arange(0, ROWS)
+    has_state = tl.load(has_initial_state + b) != 0
+    PART: tl.constexpr = ROWS // PARTS
+    key_index = tl.arange(0, PART)
+    is_key = row_masks(key_index, KD)
     value_index = v0 + tl.arange(0, COLUMNS)
     out_columns = h * VD + value_index
     if live & (end > start):
+        # Before the state, whose arrival is waited for.
+        token = load_token(qkv, decay, beta, start, h, key_index, is_key, value_index, NK, NV, KD, VD)
         state_at = pool + (slot * NV + h) * (KD * VD) + key_index[:, None] * VD + value_index[None, :]
-        inside = (key_index < KD)[:, None] & (value_index < VD)[None, :]
-        has_state = tl.load(has_initial_state + b) != 0
-        state = load_float(state_at, inside & has_state)
+        inside = tile_masks(is_key, value_index < VD)
+        state = load_parts(state_at, PART * VD, each_and(inside, has_state))
         needed = end - start > RING_LEN
         if RING_LEN >= 0:
             ring_slot = tl.load(ring_slot_idx + b)
@@ -186,17 +262,16 @@ def run_row(
             GROUP: tl.constexpr = NV // NK
             record_at = ring + (tl.cast(ring_slot, tl.int64) * NK + h // GROUP) * (RING_LEN * STRIDE)
             member = h % GROUP
-        token = load_token(qkv, decay, beta, start, h, key_index, value_index, NK, NV, KD, VD)
         for t in range(start, end):
             key, query, value, d, bt = token
             if AHEAD:
                 token = load_token(
-                    qkv, decay, beta, tl.minimum(t + 1, end - 1), h, key_index, value_index, NK, NV, KD, VD
+                    qkv, decay, beta, tl.minimum(t + 1, end - 1), h, key_index, is_key, value_index, NK, NV, KD, VD
                 )
             o, factor = token_output(state, key, query, value, d, bt, SCALE)
             # After the last token of a verify nothing asks for the state.
             if needed | (t + 1 < end):
-                state = update(state, key, factor, d)
+                state = update_parts(state, key, factor, d)
             out_at = out + tl.cast(t, tl.int64) * (NV * VD) + out_columns
             tl.store(out_at, o.to(out.dtype.element_ty), mask=value_index < VD)
             if RING_LEN >= 0:
@@ -206,12 +281,12 @@ def run_row(
                 )
                 first = records & (v0 == 0)
                 tl.store(to + KD + GROUP * VD + member, d.to(ring.dtype.element_ty), first)
-                tl.store(to + key_index, key.to(ring.dtype.element_ty), (key_index < KD) & first & (member == 0))
+                store_parts(to + key_index, PART, key, each_and(is_key, first & (member == 0)))
             if not AHEAD:
                 token = load_token(
-                    qkv, decay, beta, tl.minimum(t + 1, end - 1), h, key_index, value_index, NK, NV, KD, VD
+                    qkv, decay, beta, tl.minimum(t + 1, end - 1), h, key_index, is_key, value_index, NK, NV, KD, VD
                 )
-        tl.store(state_at, state.to(pool.dtype.element_ty), inside & needed)
+        store_parts(state_at, PART * VD, state, each_and(inside, needed))
     if not live:
         zero_tokens(out, start, end, out_columns, value_index < VD, NV * VD)
     zero_uncovered(offsets, out, out_columns, value_index < VD, b, B, T, NV * VD)

@@ -79,9 +79,10 @@ def unit_lower_inverse(L, SIZE: tl.constexpr, STEPS: tl.constexpr, OPERAND: tl.c
 
 
 @triton.jit
-def is_in_live_row(slot_idx, offsets, token, B, MAX_SLOTS, ROWS: tl.constexpr):
-    """Whether some row whose slot is one of the pool's holds each token. Looks at ROWS rows together."""
+def in_live_rows(slot_idx, offsets, token, B, MAX_SLOTS, ROWS: tl.constexpr):
+    """Whether each token, and each pair of tokens, is in one row whose slot is one of the pool's. ROWS rows a step."""
     live = tl.zeros(token.shape, tl.int32)
+    shared = tl.zeros((token.shape[0], token.shape[0]), tl.float32)
     for first in range(0, B, ROWS):
         rows = first + tl.arange(0, ROWS)
         slot = tl.load(slot_idx + rows, mask=rows < B, other=-1)
@@ -90,7 +91,8 @@ def is_in_live_row(slot_idx, offsets, token, B, MAX_SLOTS, ROWS: tl.constexpr):
         holds = (token[:, None] >= start[None, :]) & (token[:, None] < end[None, :])
         holds = holds & ((slot >= 0) & (slot < MAX_SLOTS))[None, :]
         live = tl.maximum(live, tl.max(holds.to(tl.int32), 1))
-    return live > 0
+        shared = tl.dot(holds.to(tl.float16), tl.trans(holds.to(tl.float16)), shared)
+    return live > 0, shared > 0
 
 
 @triton.jit
@@ -107,7 +109,8 @@ def prepare_kernel(
     index = tl.arange(0, SIZE)
     token = block * SIZE + index
     # What lies in a token of no row, or of a padding row, is not even read.
-    live = (token < T) & is_in_live_row(slot_idx, offsets, token, B, MAX_SLOTS, SEARCH)
+    is_live, together = in_live_rows(slot_idx, offsets, token, B, MAX_SLOTS, SEARCH)
+    live = (token < T) & is_live
     key_index = tl.arange(0, ROWS)
     at = qkv + tl.cast(token, tl.int64)[:, None] * (2 * NK * KD + NV * VD) + key_index[None, :]
     inside = live[:, None] & (key_index < KD)[None, :]
@@ -139,8 +142,8 @@ def prepare_kernel(
         # A row with such a token is told so; the others are as if it were not there.
         factor = tl.where(sound, tl.broadcast_to(bt[None, :], (SIZE, SIZE)), float("nan"))
         to = ((tl.cast(block, tl.int64) * NV + h) * SIZE + row) * SIZE + column
-        tl.store(solved + to, (X * factor).to(solved.dtype.element_ty))
-        tl.store(weights + to, (W * factor).to(weights.dtype.element_ty))
+        tl.store(solved + to, tl.where(together, X * factor, 0.0).to(solved.dtype.element_ty))
+        tl.store(weights + to, tl.where(together, W * factor, 0.0).to(weights.dtype.element_ty))
 
 
 @triton.jit
@@ -150,7 +153,10 @@ def advance_kernel(
     VD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SIZE: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Takes one tile of one state through the blocks of its row."""
+    """Takes one tile of one state through the blocks of its row.
+
+    Transposed, so that the state, the residuals and the changes are left operands: those may be in registers.
+    """
     TILES: tl.constexpr = (VD + COLUMNS - 1) // COLUMNS
     WIDTH: tl.constexpr = 2 * NK * KD + NV * VD
     program = tl.program_id(0)
@@ -159,25 +165,25 @@ def advance_kernel(
     b = program // (TILES * NV)
     hk = h // (NV // NK)
     slot, start, end, live = row_of(slot_idx, offsets, b, T, MAX_SLOTS)
+    has_state = tl.load(has_initial_state + b) != 0
     key_index, index = tl.arange(0, ROWS), tl.arange(0, SIZE)
     is_key, is_value = key_index < KD, value_index < VD
     if live & (end > start):
         state_at = pool + (slot * NV + h) * (KD * VD) + key_index[:, None] * VD + value_index[None, :]
         inside = is_key[:, None] & is_value[None, :]
-        S = load_float(state_at, inside & (tl.load(has_initial_state + b) != 0))
+        S = tl.trans(load_float(state_at, inside & has_state))
         for block in tl.range(start // SIZE, (end + SIZE - 1) // SIZE, num_stages=STAGES):
             token = block * SIZE + index
             in_row = (token >= start) & (token < end)
             at = qkv + tl.cast(token, tl.int64)[:, None] * WIDTH
             keys_inside = in_row[:, None] & is_key[None, :]
             values_inside = in_row[:, None] & is_value[None, :]
-            query = tl.load(at + (hk * KD + key_index)[None, :], mask=keys_inside, other=0.0).to(OPERAND)
-            key = tl.load(at + ((NK + hk) * KD + key_index)[None, :], mask=keys_inside, other=0.0).to(OPERAND)
-            value = load_float(at + (2 * NK * KD + h * VD + value_index)[None, :], values_inside)
+            query = tl.load(at + (hk * KD + key_index)[None, :], mask=keys_inside, other=0.0)
+            key = tl.load(at + ((NK + hk) * KD + key_index)[None, :], mask=keys_inside, other=0.0)
+            value = tl.load(at + (2 * NK * KD + h * VD + value_index)[None, :], mask=values_inside, other=0.0)
             square = ((tl.cast(block, tl.int64) * NV + h) * SIZE + index[:, None]) * SIZE + index[None, :]
-            both = in_row[:, None] & in_row[None, :]
-            T_block = tl.load(solved + square, mask=both, other=0.0)
-            W_block = tl.load(weights + square, mask=both, other=0.0)
+            T_block = tl.load(solved + square, mask=in_row[:, None], other=0.0)
+            W_block = tl.load(weights + square, mask=in_row[:, None], other=0.0)
             gate = decay + tl.cast(token, tl.int64) * NV + h
             d = tl.load(gate, mask=in_row, other=1.0)
             next_d = tl.load(gate + NV, mask=in_row & (token + 1 < end) & (index + 1 < SIZE), other=1.0)
@@ -186,19 +192,19 @@ def advance_kernel(
             query_scale = tl.load(scale_at + tl.cast(T, tl.int64) * NK, mask=in_row, other=0.0)
             gamma = tl.cumprod(d, 0)
             to_end = tl.cumprod(next_d, 0, reverse=True)
-            operand = S.to(OPERAND)
-            residual = value - (gamma * key_scale)[:, None] * dot(key, operand, OPERAND, PRECISION)
-            o = (gamma * query_scale)[:, None] * dot(query, operand, OPERAND, PRECISION)
-            o += dot(W_block, residual, OPERAND, PRECISION)
-            change = (to_end * key_scale)[:, None] * dot(T_block, residual, OPERAND, PRECISION)
-            transposed = tl.trans(key)
-            S = tl.reduce(d, 0, product) * S
-            S += dot(transposed, change, OPERAND, PRECISION)
+            state = S.to(OPERAND)
+            residual = tl.trans(value).to(tl.float32)
+            residual -= (gamma * key_scale)[None, :] * dot(state, tl.trans(key), OPERAND, PRECISION)
+            residual = residual.to(OPERAND)
+            o = (gamma * query_scale)[None, :] * dot(state, tl.trans(query), OPERAND, PRECISION)
+            change = (to_end * key_scale)[None, :] * dot(residual, tl.trans(T_block), OPERAND, PRECISION)
+            o += dot(residual, tl.trans(W_block), OPERAND, PRECISION)
+            S = tl.reduce(d, 0, product) * S + dot(change, key, OPERAND, PRECISION)
             if OPERAND.primitive_bitwidth == 16:
-                S += dot(transposed, change - change.to(OPERAND).to(tl.float32), OPERAND, PRECISION)
+                S += dot(change - change.to(OPERAND).to(tl.float32), key, OPERAND, PRECISION)
             out_at = out + tl.cast(token, tl.int64)[:, None] * (NV * VD) + (h * VD + value_index)[None, :]
-            tl.store(out_at, o.to(out.dtype.element_ty), values_inside)
-        tl.store(state_at, S.to(pool.dtype.element_ty), inside)
+            tl.store(out_at, tl.trans(o).to(out.dtype.element_ty), values_inside)
+        tl.store(state_at, tl.trans(S).to(pool.dtype.element_ty), inside)
     if not live:
         zero_tokens(out, start, end, h * VD + value_index, is_value, NV * VD)
     zero_uncovered(offsets, out, h * VD + value_index, is_value, b, B, T, NV * VD)
@@ -211,14 +217,16 @@ def recurrence(operands, recurrent_state):
     num_tokens, batch = qkv.shape[0], slot_idx.shape[0]
     sizes = head_sizes(qkv, recurrent_state)
     nk, blocks = sizes["NK"], triton.cdiv(num_tokens, CHUNK)
-    rows = max(triton.next_power_of_2(kd), 16)
+    rows = max(triton.next_power_of_2(kd), 32)
     # A product with float16 operands would bound the states by what float16 can hold.
     half = qkv.dtype == jnp.bfloat16
-    columns = min(max(triton.next_power_of_2(vd), 16), 64 if half else 32)
+    # Wider tiles of float32 do not fit into registers: small ones are compiled to nothing but spills.
+    columns = min(max(triton.next_power_of_2(vd), 16), 64 if half else 32 if rows > 32 else 16)
     if batch * nv * triton.cdiv(vd, columns) < _MULTIPROCESSORS:
         columns = min(columns, 32)
     # One product of float32 operands as tf32 cuts their last 13 bits off, and misses the budget; three keep them.
-    exact = "ieee" if has_local_device("rocm") else "tf32x3" if qkv.dtype == jnp.float32 else "tf32"
+    rocm = has_local_device("rocm")
+    exact = "ieee" if rocm else "tf32x3" if qkv.dtype == jnp.float32 else "tf32"
     common = {"num_stages": 1, "SIZE": CHUNK, **sizes}
     shape = jax.ShapeDtypeStruct
     squares = shape((blocks, nv, CHUNK, CHUNK), qkv.dtype)
@@ -232,7 +240,7 @@ def recurrence(operands, recurrent_state):
         ROWS=rows,
         STEPS=CHUNK.bit_length() - 1,
         SCALE=kd**-0.5,
-        SEARCH=min(triton.next_power_of_2(batch), 32),
+        SEARCH=min(max(triton.next_power_of_2(batch), 16), 32),
         OPERAND=_OPERANDS[qkv.dtype.name],
         PRECISION=exact,
         # Half precision rounds, where tf32 cuts off; what it cannot hold is out of bounds anyway.
@@ -251,7 +259,8 @@ def recurrence(operands, recurrent_state):
         COLUMNS=columns,
         OPERAND=tl.bfloat16 if half else tl.float32,
         PRECISION=exact,
-        STAGES=2 if half and rows <= 128 else 1,
+        # AMD's 64 KB of shared memory hold one stage.
+        STAGES=2 if half and rows <= 128 and not rocm else 1,
         **common,
     )
     return out, pool

@@ -6,17 +6,36 @@ A program takes a block of whole rows of one state through the accepted records,
 from gdn_jax._compat import triton_call
 from gdn_jax._triton import load_float, tl, triton, unsupported_head_dims, update
 
-_BLOCK_ELEMENTS = 4096
-_NUM_WARPS = 4
+_BLOCK_ELEMENTS = 1024
+_NUM_WARPS = 1
+TOGETHER = tl.constexpr(4)
+"""Records that are on their way at once."""
 
 
 @triton.jit
-def load_record(record, at, member, key_index, value_index, GROUP: tl.constexpr, KD: tl.constexpr, VD: tl.constexpr):
-    """Raw key (a block of it), delta factor and decay of one value head, in float32."""
-    record = record + at
-    key = load_float(record + key_index, key_index < KD)
-    factor = load_float(record + KD + member * VD + value_index, value_index < VD)
-    return key, factor, tl.load(record + KD + GROUP * VD + member).to(tl.float32)
+def load_records(
+    ring, first, count, member, key_index, value_index,
+    GROUP: tl.constexpr, KD: tl.constexpr, VD: tl.constexpr, STRIDE: tl.constexpr,
+):  # fmt: skip
+    """Raw keys (a block of each), delta factors and decays of one value head, in float32; none past the accepted."""
+    records = ()
+    for i in tl.static_range(TOGETHER):
+        record = ring + (first + i) * STRIDE
+        accepted = first + i < count
+        key = load_float(record + key_index, (key_index < KD) & accepted)
+        factor = load_float(record + KD + member * VD + value_index, (value_index < VD) & accepted)
+        decay = load_float(record + KD + GROUP * VD + member, accepted)
+        records += ((key, factor, decay),)
+    return records
+
+
+@triton.jit
+def apply_records(state, records, first, count):
+    for i in tl.static_range(TOGETHER):
+        if first + i < count:
+            key, factor, decay = records[i]
+            state = update(state, key, factor, decay)
+    return state
 
 
 @triton.jit
@@ -35,20 +54,21 @@ def fold_kernel(
     entry = program // (BLOCKS * NV)
     b = entry % B
     slot, ring_row, count = tl.load(row_ids + entry), tl.load(ring_row_ids + entry), tl.load(num_accepted + b)
+    has_state = tl.load(has_initial_state + b) != 0
     live = (slot >= 0) & (slot < MAX_SLOTS) & (ring_row >= 0) & (ring_row < RING_ROWS)
     if live & (count > 0) & (count <= RING_LEN):
+        ring += (tl.cast(ring_row, tl.int64) * NK + h // GROUP) * (RING_LEN * STRIDE)
+        # Before the state, whose arrival is waited for.
+        records = load_records(ring, 0, count, h % GROUP, key_index, value_index, GROUP, KD, VD, STRIDE)
         state_at = pool + (tl.cast(slot, tl.int64) * NV + h) * (KD * VD)
         state_at += key_index[:, None] * VD + value_index[None, :]
         inside = (key_index < KD)[:, None] & (value_index < VD)[None, :]
-        state = load_float(state_at, inside & (tl.load(has_initial_state + b) != 0))
-        records = ring + (tl.cast(ring_row, tl.int64) * NK + h // GROUP) * (RING_LEN * STRIDE)
-        key, factor, decay = load_record(records, 0, h % GROUP, key_index, value_index, GROUP, KD, VD)
-        for p in range(0, count):
-            # The next record is on its way while this one is applied; past the last accepted one nothing is read.
-            at = tl.minimum(p + 1, count - 1) * STRIDE
-            following = load_record(records, at, h % GROUP, key_index, value_index, GROUP, KD, VD)
-            state = update(state, key, factor, decay)
-            key, factor, decay = following
+        state = load_float(state_at, inside & has_state)
+        state = apply_records(state, records, 0, count)
+        if RING_LEN > TOGETHER:
+            for first in range(TOGETHER, count, TOGETHER):
+                more = load_records(ring, first, count, h % GROUP, key_index, value_index, GROUP, KD, VD, STRIDE)
+                state = apply_records(state, more, first, count)
         tl.store(state_at, state.to(pool.dtype.element_ty), inside)
 
 
