@@ -64,7 +64,7 @@ def _dims(qkv, recurrent_state):
 
 def _is_short(total, batch, nv):
     """Whether rows of this average length are faster token by token: measured, from few rows and from many."""
-    return total < batch * (32 if batch * nv > SMS else 64)
+    return total < batch * (20 if batch * nv > SMS else 64)
 
 
 def unsupported(
