@@ -162,8 +162,8 @@ def window_buffers(plan, key_dim, dtypes, records) -> list[tuple[tuple[int, ...]
     window, tile = plan.window, plan.tile
     buffers = [((key_dim, tile), pool), ((window, key_dim), f32), ((window, key_dim), f32), ((5, window), f32)]
     if window > _SHORT_WINDOW:
-        arriving = [((2, window, key_dim), token), ((2, window, key_dim), token), ((2, window, tile), token)]
-        buffers += arriving
+        buffers += [((2, window, key_dim), token), ((2, window, key_dim), token)]
+    buffers.append(((2, window, tile), token))
     return [*buffers, ((window, tile), f32)] if records else buffers
 
 
@@ -233,6 +233,15 @@ class KeyVectors:
         key_scale = lax.rsqrt(dot(key, key) + EPS)
         query_scale = lax.rsqrt(dot(query, query) + EPS) * self.query_scale
         return key_scale, query_scale, dot(key, query)
+
+
+def head_gates_layout(heads: int):
+    """Layout of the gates [window, heads] of a window: a token a warp, heads along the lanes."""
+    lanes = math.gcd(heads, 32)
+    repeat = () if lanes == 32 else (plgpu.Replicated(32 // lanes),)
+    if lanes == 1:
+        return plgpu.Layout.TILED(plgpu.Tiling(((4, 1),)), (-2,), repeat, -1)
+    return plgpu.Layout.TILED(plgpu.Tiling(((4, lanes), (1,))), (-3,), (*repeat, -2), -1)
 
 
 def token_output(sums, value, gates):
@@ -577,12 +586,13 @@ def run_rows(tokens, rows, pool, ring=None, ring_slot_idx=None, *, plan=None, in
     num_workers = num_blocks * plan.warpgroups
 
     def windowed(qkv_g, decay_g, beta_g, slot_g, offset_g, has_g, *refs):
-        """Tiles one after the other, each in registers; the next one's state is on its way while one is computed.
+        """Tiles one after the other, each in registers; the next one's state and values are on their way meanwhile.
 
-        The tiles of a run have one row and one key head: if the row is one window, its keys, queries and norms are
-        computed once for all of them.
+        The tiles of a run have one row and one key head: if the row is one window, its keys, queries, norms and gates
+        are computed once for all of them. The values of one window are in one of two stages while those of the next
+        arrive in the other.
         """
-        *refs, arrived = refs
+        *refs, gates_s, state_arrived, values_arrived = refs
         if ring is None:
             pool_g, out_g, *scratch = refs
         else:
@@ -590,7 +600,8 @@ def run_rows(tokens, rows, pool, ring=None, ring_slot_idx=None, *, plan=None, in
         warpgroup = lax.axis_index("warpgroup")
         # A block's workers are far apart, so that the last round of runs is spread over all multiprocessors.
         worker = warpgroup * num_blocks + lax.axis_index("block")
-        state_s, keys_s, queries_s, scales_s, *scratch = (ref.at[warpgroup] for ref in scratch)
+        gates_s = gates_s.at[warpgroup]
+        state_s, keys_s, queries_s, scales_s, values_s, *scratch = (ref.at[warpgroup] for ref in scratch)
         if ring is not None:
             (factors_s,) = scratch
         vectors = KeyVectors(key_dim, window)
@@ -606,81 +617,107 @@ def run_rows(tokens, rows, pool, ring=None, ring_slot_idx=None, *, plan=None, in
             slot = slot_g[b]
             return slot, start, end, is_row_of(slot, max_slots) & (end > start) & (first_tile(n) < num_programs)
 
-        def fetch(slot, i):
-            _, h, v0 = where(i)
-            plgpu.copy_gmem_to_smem(pool_g.at[slot, h, :, pl.ds(v0, tile)], state_s, arrived.at[warpgroup])
+        def value_columns(i):
+            """First value column of tile i, among those of all heads."""
+            return lax.rem(i, num_value_heads * num_tiles) * tile
 
-        def run_of(n, row):
+        def fetch_state(slot, i):
+            _, h, v0 = where(i)
+            plgpu.copy_gmem_to_smem(pool_g.at[slot, h, :, pl.ds(v0, tile)], state_s, state_arrived.at[warpgroup])
+
+        def fetch_values(first, i, stage):
+            """The values of tile i in the window that begins at token `first`."""
+            columns = pl.ds(2 * num_key_heads * key_dim + value_columns(i), tile)
+            source = qkv_g.at[pl.ds(first, window), columns]
+            plgpu.copy_gmem_to_smem(source, values_s.at[stage], values_arrived.at[warpgroup])
+
+        def fetch_run(n, row, stage):
+            """What the worker's run n begins with."""
+            slot, start, _, busy = row
+
+            @pl.when(busy)
+            def _():
+                fetch_state(slot, first_tile(n))
+                fetch_values(start, first_tile(n), stage)
+
+        def run_of(n, carry):
+            row, stage = carry
             b, first_head = where(first_tile(n))[:2]
             slot, start, end, busy = row
             next_row = row_of(n + 1)
             has_state = has_g[b]
             key_columns, query_columns, _ = token_columns(first_head)
+            gate_columns = pl.ds(lax.div(first_head, group) * group, group)
             if ring is None:
                 commits = True
             else:
                 to = ring_row(ring_g, ring_slot_g[b], end - start)
                 commits = end - start > ring_g.shape[2]
 
-            def fetch_after(i):
-                """The tile that the worker computes after the run's tile i."""
-                more = i + 1 < plan.run
+            def tile_after(i):
+                """The tile that the worker computes after the run's tile i, and the slot and first token of its row."""
+                in_run = i + 1 < plan.run
+                here = first_tile(n) + i + 1, slot, start
+                there = first_tile(n + 1), next_row[0], next_row[1]
+                return in_run | next_row[3], *(jnp.where(in_run, x, y) for x, y in zip(here, there, strict=True))
 
-                @pl.when(more | next_row[3])
-                def _():
-                    following = jnp.where(more, first_tile(n) + i + 1, first_tile(n + 1))
-                    fetch(jnp.where(more, slot, next_row[0]), following)
-
-            def tile_of(i, _):
+            def tile_of(i, stage):
                 h, v0 = where(first_tile(n) + i)[1:]
-                value_columns = pl.ds(token_columns(h)[2] + v0, tile)
-                out_columns = pl.ds(h * value_dim + v0, tile)
+                member = lax.rem(h, group)
+                more, next_tile, next_slot, next_start = tile_after(i)
+                out_columns = pl.ds(value_columns(first_tile(n) + i), tile)
 
                 def window_of(carry):
-                    first, state = carry
+                    first, state, stage = carry
+                    last = first + window >= end
                     # The array may end before the window does.
                     at = jnp.minimum(first, num_tokens - window)
 
-                    def operands(p):
-                        t = jnp.minimum(first + p, num_tokens - 1)
-                        return load(qkv_g.at[t, value_columns], whole.value_layout), decay_g[t, h], beta_g[t, h]
+                    @pl.when(first > start)
+                    def _():
+                        plgpu.barrier_wait(values_arrived.at[warpgroup])
+                        # All warps have done with the window before.
+                        plgpu.commit_smem()
+
+                    @pl.when(more | jnp.logical_not(last))
+                    def _():
+                        fetch_values(
+                            jnp.where(last, next_start, first + window),
+                            jnp.where(last, next_tile, first_tile(n) + i),
+                            1 - stage,
+                        )
 
                     @pl.when((i == 0) | (end - start > window))
                     def _():
                         rows = pl.ds(at, window)
                         keys = vectors.load(qkv_g.at[rows, key_columns])
                         queries = vectors.load(qkv_g.at[rows, query_columns])
-
-                        @pl.when(first > start)
-                        def _():
-                            # All warps have done with the window before; with another tile, they had at its start.
-                            plgpu.commit_smem()
-
+                        gates = [load(g.at[rows, gate_columns], head_gates_layout(group)) for g in (decay_g, beta_g)]
                         vectors.store(keys_s, keys)
                         vectors.store(queries_s, queries)
+                        for j, gate in enumerate(gates):
+                            store(gates_s.at[j], gate)
                         for j, scale in enumerate(vectors.scales(keys, queries)):
                             store(scales_s.at[j], scale)
                         plgpu.commit_smem()
 
-                    def token(p, carry):
-                        state, (value, *gates) = carry
-                        following = operands(p + 1)
+                    def token(p, state):
                         held = first + p - at
                         state, out, factor = whole.step(
                             state,
                             whole.load_keys([keys_s.at[held, c] for c in chunks]),
                             whole.load_keys([queries_s.at[held, c] for c in chunks]),
-                            value,
-                            (*gates, *(scales_s[j, held] for j in range(3))),
+                            load(values_s.at[stage, p], whole.value_layout),
+                            [*(gates_s[j, held, member] for j in range(2)), *(scales_s[j, held] for j in range(3))],
                             needed=None if ring is None else commits | (first + p + 1 < end),
                         )
                         store(out_g.at[first + p, out_columns], out)
                         if ring is not None:
                             store(factors_s.at[p], factor)
-                        return state, following
+                        return state
 
                     count = jnp.minimum(end - first, window)
-                    state, _ = lax.fori_loop(0, count, token, (state, operands(0)))
+                    state = lax.fori_loop(0, count, token, state)
                     if ring is not None:
 
                         @pl.when(to >= 0)
@@ -690,38 +727,42 @@ def run_rows(tokens, rows, pool, ring=None, ring_slot_idx=None, *, plan=None, in
                             def write(p, _):
                                 t = first + p
                                 record = ring_g.at[to, lax.div(h, group), t - start]
-                                key, factor, decay = keys_s.at[t - at], factors_s.at[p], decay_g[t, h]
-                                write_record(record, lax.rem(h, group), group, v0, key, factor, decay, value_dim)
+                                key, factor, decay = keys_s.at[t - at], factors_s.at[p], gates_s[0, t - at, member]
+                                write_record(record, member, group, v0, key, factor, decay, value_dim)
                                 return 0
 
                             lax.fori_loop(0, count, write, 0)
 
-                    return first + window, state
+                    return first + window, state, 1 - stage
 
-                plgpu.barrier_wait(arrived.at[warpgroup])
+                plgpu.barrier_wait(state_arrived.at[warpgroup])
                 state = lax.cond(
                     has_state,
                     lambda: whole.load([state_s.at[c] for c in chunks]),
                     lambda: whole.zeros(len(chunks)),
                 )
+                plgpu.barrier_wait(values_arrived.at[warpgroup])
+                # All warps have the state, and have done with the tile before.
                 plgpu.commit_smem()
-                fetch_after(i)
-                _, state = lax.while_loop(lambda carry: carry[0] < end, window_of, (start, state))
+
+                @pl.when(more)
+                def _():
+                    fetch_state(next_slot, next_tile)
+
+                _, state, stage = lax.while_loop(lambda carry: carry[0] < end, window_of, (start, state, stage))
 
                 @pl.when(commits)
                 def _():
                     for c, s in zip(chunks, state, strict=True):
                         store(pool_g.at[slot, h, c, pl.ds(v0, tile)], s)
 
-                return 0
+                return stage
 
-            @pl.when(busy)
-            def _():
-                lax.fori_loop(0, plan.run, tile_of, 0)
+            def skip():
+                fetch_run(n + 1, next_row, stage)
+                return stage
 
-            @pl.when(jnp.logical_not(busy))
-            def _():
-                fetch_after(plan.run - 1)
+            stage = lax.cond(busy, lambda: lax.fori_loop(0, plan.run, tile_of, stage), skip)
 
             def zero(i, _):
                 h, v0 = where(first_tile(n) + i)[1:]
@@ -735,15 +776,12 @@ def run_rows(tokens, rows, pool, ring=None, ring_slot_idx=None, *, plan=None, in
                 return 0
 
             lax.fori_loop(0, plan.run, zero, 0)
-            return next_row
+            return next_row, stage
 
         first_row = row_of(0)
-
-        @pl.when(first_row[3])
-        def _():
-            fetch(first_row[0], first_tile(0))
-
-        lax.fori_loop(0, lax.div(num_runs - worker + (num_workers - 1), num_workers), run_of, first_row)
+        fetch_run(0, first_row, 0)
+        count_runs = lax.div(num_runs - worker + (num_workers - 1), num_workers)
+        lax.fori_loop(0, count_runs, run_of, (first_row, jnp.int32(0)))
 
     def streamed(qkv_g, decay_g, beta_g, slot_g, offset_g, has_g, *refs):
         """Tiles one after the other; the next one's state and first tokens are on their way while one is computed.
@@ -923,15 +961,21 @@ def run_rows(tokens, rows, pool, ring=None, ring_slot_idx=None, *, plan=None, in
     f32 = jnp.float32
     threads = {}
     if window:
+        if body is windowed:
+            gates = [plgpu.SMEM((plan.warpgroups, 2, window, group), f32)]
+            tokens_arrived = plgpu.Barrier(num_barriers=plan.warpgroups)
+        else:
+            gates = []
+            tokens_arrived = plgpu.Barrier(num_arrivals=3, num_barriers=2 * plan.warpgroups)
         scratch = [
             *(
                 plgpu.SMEM((plan.warpgroups, *shape), dtype)
                 for shape, dtype in window_buffers(plan, key_dim, dtypes, ring is not None)
             ),
+            *gates,
             plgpu.Barrier(num_barriers=plan.warpgroups),
+            tokens_arrived,
         ]
-        if body is streamed:
-            scratch += [plgpu.Barrier(num_arrivals=3, num_barriers=2 * plan.warpgroups)]
         threads = {"num_threads": plan.warpgroups, "thread_name": "warpgroup"}
     else:
         scratch = [plgpu.SMEM((2, max(key_dim, tile)), f32)]

@@ -44,7 +44,6 @@ from gdn_jax._ragged import is_live, read_rows, row_bounds, token_rows
 C = 64  # tokens of a chunk, and columns of a value tile: the M of a warpgroup product
 LINE = 64  # 16-bit elements of a 128-byte swizzle line
 SUB = 16  # columns of the compact block-diagonal form in `_prepare`
-BEFORE = 3 * SUB  # rows in front of the blocks that warps exchange in `_prepare`: three warps back at most
 SMS = 132  # multiprocessors of an H100 or H200
 LOG2_MIN = -150.0  # a decay of 0; 2**-150 rounds to 0 in float32
 f32, f16, i32 = jnp.float32, jnp.float16, jnp.int32
@@ -341,75 +340,108 @@ def _warpgroup_barrier(interpret):
     wait()  # pyright: ignore[reportCallIssue]
 
 
-def _preparation(qkv, decay, batch, *, nk, key_dim, max_slots, normalise, units, interpret):
-    """(what a warpgroup does for one chunk and key head, buffers, barriers, buffers that overlap, types of results)."""
-    total, nv = decay.shape
+def _heads_at_once(group):
+    """Value heads of a place in `_prepare`: all of a key head, or so many that their gates fit into shared memory."""
+    return max(n for n in range(1, 9) if group % n == 0)
+
+
+def _gate_columns(heads):
+    """Columns of decay and beta that are copied for `heads` heads: copies start and end at multiples of 16 bytes.
+
+    The first head is a multiple of `heads`. Where that alone does not align it, up to three columns before it come too.
+    """
+    before = 0 if 4 % heads == 0 or heads % 4 == 0 else 3
+    return pl.cdiv(heads + before, 4) * 4
+
+
+def _pad_gates(x, nk):
+    """Decay or beta [T, nv] with as many columns as `_gate_columns` asks for, in rows of a multiple of 16 bytes."""
+    nv = x.shape[1]
+    columns = max(pl.cdiv(nv, 4) * 4, _gate_columns(_heads_at_once(nv // nk)))
+    return jnp.pad(x, ((0, 0), (0, columns - nv))) if columns > nv else x
+
+
+def _preparation(qkv, decay, batch, *, nk, nv, key_dim, max_slots, normalise, units, interpret):
+    """(what a warpgroup does for its places, buffers, barriers, buffers that overlap, types of results).
+
+    A place is a chunk and a part of the value heads, `_heads_at_once` of one key head. `decay` and beta are those that
+    `_pad_gates` returns.
+    """
+    total, columns = decay.shape
     items = total // C + batch
     group = nv // nk
-    width = 1 if group % 2 else 2  # value heads at a time
+    heads = _heads_at_once(group)
+    width = _gate_columns(heads)
     halves = key_dim // LINE
     dtype = qkv.dtype
     tile = (C, SUB)
     scale = key_dim**-0.5
 
-    def work(operands, buffers, unit, place, key_head, written=None):
+    def work(operands, buffers, unit, count, place_of, written=None):
+        """The places `place_of(0)` to `place_of(count - 1)`, each as (item, part, row, its start and length, chunk).
+
+        What one needs from memory arrives while the one before is computed: only the first has to be waited for.
+        `written(item, part)` is called once others may read the results of a place, if it has any.
+        """
         qkv_g, decay_g, beta_g, slot_g, w_g, r_g, vec_g = operands
-        k_rows, k_tiles, q_rows, q_tiles, key_s, blocks_s, vec_s, gate_s, k_bar, q_bar, x_s, w_s = [
-            ref.at[unit] for ref in buffers
-        ]
-        item, b, start, length, first = place
-        r_s = k_tiles, q_tiles  # the raw rows are in registers before R is written
+        *refs, k_bar, q_bar, x_s, w_s, blocks_s = buffers
+        rows_s, tiles_s, raw_s, key_s, vec_s, gate_s = [ref.at[unit] for ref in refs]
+        x_s, w_s, blocks_s = [ref.at[unit] for ref in (x_s, w_s, blocks_s)]
 
-        def vector(h, k):
-            return vec_s.at[h, pl.ds(k * C, C)]
+        def look(n):
+            """Item, part, first token, tokens, and whether there is anything to do."""
+            item, part, b, start, length, chunk = place_of(n)
+            first = chunk * C
+            valid = jnp.minimum(length - first, C)
+            active = (n < count) & (item < items) & (first >= 0) & (valid > 0) & is_row_of(slot_g[b], max_slots)
+            return item, part, start + first, valid, active
 
-        t0 = start + first
-        valid = jnp.minimum(length - first, C)
+        def bars(stage):
+            return [bar.at[2 * unit + stage] for bar in (k_bar, q_bar)]
 
-        @pl.when((item < items) & (first >= 0) & (valid > 0) & is_row_of(slot_g[b], max_slots))
-        def _():
-            for head, target, bar in ((nk + key_head, k_rows, k_bar), (key_head, q_rows, q_bar)):
-                for i in range(halves):
-                    source = qkv_g.at[pl.ds(t0, C), pl.ds(head * key_dim + i * LINE, LINE)]
-                    plgpu.copy_gmem_to_smem(source, target.at[i], bar)
+        def first_column(part):
+            return jnp.minimum(lax.div(part * heads, i32(4)) * 4, columns - width)
+
+        def bring(place, stage):
+            _, part, t0, _, active = place
+            key_head = lax.div(part * heads, i32(group))
+            tokens = pl.ds(t0, C)
+
+            @pl.when(active)
+            def _():
+                k_arrived, q_arrived = bars(stage)
+                for kind, source in enumerate((decay_g, beta_g)):
+                    source = source.at[tokens, pl.ds(first_column(part), width)]
+                    plgpu.copy_gmem_to_smem(source, raw_s.at[stage, kind], k_arrived)
+                for n, (head, bar) in enumerate(((nk + key_head, k_arrived), (key_head, q_arrived))):
+                    for i in range(halves):
+                        source = qkv_g.at[tokens, pl.ds(head * key_dim + i * LINE, LINE)]
+                        plgpu.copy_gmem_to_smem(source, rows_s.at[stage, n, i], bar)
+
+        def finish(place):
+            """Waits until the results of a place have left their buffers, or are where others may read them."""
+            item, part, *_, active = place
+            plgpu.wait_smem_to_gmem(0, wait_read_only=written is None)
+            if written is not None:
+                pl.when(active)(partial(written, item, part))
+
+        def step(n, carry):
+            before, place = carry
+            after = look(n + 1)
+
+            def turn_over():
+                finish(before)
+                bring(after, (n + 1) & 1)
+
+            active = place[-1]
+            pl.when(active)(lambda: compute(place, n & 1, turn_over))
+            pl.when(jnp.logical_not(active))(turn_over)
+            return place, after
+
+        def compute(place, stage, turn_over):
+            item, part, _, valid, _ = place
+            k_arrived, q_arrived = bars(stage)
             token = _iota((C,), 0, ROW)
-
-            def read_gates(head):
-                """log2 decay and beta of `width` heads from `head` on into `gate_s`, zeros past the row's end."""
-
-                def gates(begin):
-                    raw = [
-                        [_vector(ref.at[pl.ds(begin, C), head + h], ROW) for ref in (decay_g, beta_g)]
-                        for h in range(width)
-                    ]
-                    return [(jnp.maximum(jnp.log2(g), LOG2_MIN), beta) for g, beta in raw]
-
-                def put(h, values):
-                    for kind, x in enumerate(values):
-                        store(gate_s.at[h, kind], jnp.where(token < valid, x, 0.0))
-
-                @pl.when(t0 + C <= total)
-                def _():
-                    for h, values in enumerate(gates(t0)):
-                        put(h, values)
-
-                @pl.when(t0 + C > total)
-                def _():
-                    # The arrays end inside this chunk: read their last C tokens, shift in shared memory.
-                    def late(h, kind, at):
-                        return vec_s.at[h, pl.ds(kind * 2 * C + at, C)]
-
-                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # copies of the vectors
-                    for h, values in enumerate(gates(total - C)):
-                        for kind, x in enumerate(values):
-                            store(late(h, kind, 0), x)
-                            store(late(h, kind, C), _zeros((C,), f32, ROW))
-                    plgpu.commit_smem()
-                    for h in range(width):
-                        put(h, [_vector(late(h, kind, t0 + C - total), ROW) for kind in range(2)])
-                    plgpu.commit_smem()
-
-            read_gates(key_head * group)
 
             def normalised(tiles):
                 """float16 rows of norm 1 and the reciprocal norms; zeros past the row's end, whatever lies there."""
@@ -428,15 +460,12 @@ def _preparation(qkv, decay, batch, *, nk, key_dim, max_slots, normalise, units,
                 r = lax.rsqrt(sum(_row_sum(x * x) for x in raw) + EPS)
                 return [(x * _rows(r, LINE)).astype(f16) for x in raw], r
 
-            # What lies in front of the blocks is read, and multiplied by zero.
-            for h in range(width):
-                store(blocks_s.at[h, pl.ds(0, C)], _zeros(tile, f16))
-            plgpu.barrier_wait(k_bar)
-            key, rk = normalised(k_tiles)
+            plgpu.barrier_wait(k_arrived)
+            key, rk = normalised(tiles_s.at[stage, 0])
             for i in range(halves):
                 key_s.at[i][...] = key[i]
-            plgpu.barrier_wait(q_bar)
-            query, rq = normalised(q_tiles)
+            plgpu.barrier_wait(q_arrived)
+            query, rq = normalised(tiles_s.at[stage, 1])
             plgpu.commit_smem()
 
             def gram(kk_acc, qk_acc):
@@ -447,6 +476,7 @@ def _preparation(qkv, decay, batch, *, nk, key_dim, max_slots, normalise, units,
                 return kk_acc.read(), qk_acc.read()
 
             kk, qk = _accumulate(interpret, [(C, C), (C, C)], gram)
+            turn_over()
             scores = jnp.where(_iota((C, C), 0) >= _iota((C, C), 1), qk, 0.0).astype(f16)
 
             # Compact forms, [C, SUB]: what each 16-row block needs of the columns of one 16-column block.
@@ -474,12 +504,15 @@ def _preparation(qkv, decay, batch, *, nk, key_dim, max_slots, normalise, units,
             def turn(x):
                 return _transpose_blocks(interpret, x.astype(f16))
 
-            def publish(h, n, x):
-                store(blocks_s.at[h, pl.ds(BEFORE + n * C, C)], x)
+            def publish(blocks, slot, x):
+                store(blocks.at[pl.ds(slot * C, C)], x)
 
-            def fetch(h, n, distance):
-                """The block that the warp `distance` before this one has published."""
-                return _vector(blocks_s.at[h, pl.ds(BEFORE + n * C - distance * SUB, C)], WGMMA)
+            def fetch(blocks, slot, distance):
+                """What the warp `distance` before this one has published in the slot.
+
+                The first warps get something from the slot before, which is multiplied by zero.
+                """
+                return _vector(blocks.at[pl.ds(slot * C - distance * SUB, C)], WGMMA)
 
             def diagonal_inverse(beta):
                 """Inverses of the 16 x 16 diagonal blocks."""
@@ -498,45 +531,34 @@ def _preparation(qkv, decay, batch, *, nk, key_dim, max_slots, normalise, units,
                 below = multiply((a * far, turn(x16)))
                 return (x - multiply((x16, turn(below)))).astype(f16)
 
-            def inverses(beta):
-                """The inverses of all heads, as four [C, SUB]."""
-                heads = range(width)
-                x = [diagonal_inverse(beta[h]) for h in heads]
-                for h in heads:
-                    publish(h, 0, turn(x[h]))
+            def inverse(beta, blocks):
+                """The inverse, as four [C, SUB]."""
+                x = diagonal_inverse(beta)
+                for slot in range(2):
+                    publish(blocks, slot, turn(x))
                 _warpgroup_barrier(interpret)
                 # 16 -> 32
-                by_one = [fetch(h, 0, 1) for h in heads]
-                pair = [multiply(((k_pair * beta[h]).astype(f16), by_one[h])) for h in heads]
-                pair = [(multiply((x[h], turn(pair[h]))) * -1.0).astype(f16) for h in heads]
-                for h in heads:
-                    publish(h, 1, turn(pair[h]))
+                by = [fetch(blocks, 1, distance) for distance in (1, 2, 3)]
+                pair = multiply(((k_pair * beta).astype(f16), by[0]))
+                pair = (multiply((x, turn(pair))) * -1.0).astype(f16)
+                publish(blocks, 2, turn(pair))
                 _warpgroup_barrier(interpret)
                 # 32 -> 64
-                quad = []
-                for h in heads:
-                    by_two = fetch(h, 0, 2)
-                    x00 = by_two * mask[2] + fetch(h, 0, 3) * mask[3]
-                    x10 = fetch(h, 1, 1) * mask[2] + fetch(h, 1, 2) * mask[3]
-                    x11 = by_one[h] * mask[2] + by_two * mask[3]
-                    a = [(k * beta[h]).astype(f16) for k in k_quad]
-                    quad.append([turn(multiply((a[0], x00), (a[1], x10))), turn(multiply((a[1], x11)))])
-                    for n in range(2):
-                        publish(h, 2 + n, quad[h][n])
+                x00 = by[1] * mask[2] + by[2] * mask[3]
+                x10 = fetch(blocks, 2, 1) * mask[2] + fetch(blocks, 2, 2) * mask[3]
+                x11 = by[0] * mask[2] + by[1] * mask[3]
+                a = [(k * beta).astype(f16) for k in k_quad]
+                quad = turn(multiply((a[0], x00), (a[1], x10))), turn(multiply((a[1], x11)))
+                for n in range(2):
+                    publish(blocks, 1 + 2 * n, quad[n])
                 _warpgroup_barrier(interpret)
-                result = []
-                for h in heads:
-                    z = [
-                        (multiply((x[h], quad[h][n]), (pair[h], fetch(h, 2 + n, 1))) * -1.0).astype(f16)
-                        for n in range(2)
-                    ]
-                    result.append([
-                        z[0] + pair[h] * mask[1] + x[h] * mask[0],
-                        z[1] + x[h] * mask[1],
-                        pair[h] * mask[3] + x[h] * mask[2],
-                        x[h] * mask[3],
-                    ])  # fmt: skip
-                return result
+                z = [(multiply((x, quad[n]), (pair, fetch(blocks, 1 + 2 * n, 1))) * -1.0).astype(f16) for n in range(2)]
+                return [
+                    z[0] + pair * mask[1] + x * mask[0],
+                    z[1] + x * mask[1],
+                    pair * mask[3] + x * mask[2],
+                    x * mask[3],
+                ]
 
             def products(*sums, shape):
                 """The sums of the products in each list of (left, right) operands."""
@@ -548,73 +570,77 @@ def _preparation(qkv, decay, batch, *, nk, key_dim, max_slots, normalise, units,
 
                 return _accumulate(interpret, [shape] * len(sums), run)
 
-            def some_heads(n, _):
-                head = key_head * group + n * width
-                beta, gamma = [], []
-                for h in range(width):
-                    beta.append(_vector(gate_s.at[h, 1], ROW))
-                    # cumulative log2 decay: a masked row sum stands in for a running sum
-                    sums = None
-                    for j in range(4):
-                        g = _cols(_vector(gate_s.at[h, 0, pl.ds(SUB * j, SUB)], COL), C)
-                        g = jnp.where(c + SUB * j <= r, g, 0.0)
-                        sums = g if sums is None else sums + g
-                    gamma.append(_row_sum(sums))
-                x = inverses([_rows(x, SUB) for x in beta])
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the copies of the heads before
-                for h in range(width):
-                    x_s.at[h][...] = jnp.concatenate(x[h], axis=1)
-                    store(vector(h, LOG_GAMMA), gamma[h])
-                    store(vector(h, K_SCALE), rk * jnp.exp2(gamma[h]))
-                    store(vector(h, Q_SCALE), rq * scale * jnp.exp2(gamma[h]))
+            def one_head(n, _):
+                head, turn_n = part * heads + n, n & 1
+                gates, vectors = gate_s.at[turn_n], vec_s.at[turn_n]
+
+                def vector(k):
+                    return vectors.at[pl.ds(k * C, C)]
+
+                column = head - first_column(part)
+                decay, beta = [
+                    jnp.where(token < valid, _vector(raw_s.at[stage, kind, :, column], ROW), 1.0 - kind)
+                    for kind in range(2)
+                ]
+                store(gates.at[0], jnp.maximum(jnp.log2(decay), LOG2_MIN))
+                store(gates.at[1], beta)
+                plgpu.wait_smem_to_gmem(3, wait_read_only=True)  # the three copies of the head before the last one
+                x = inverse(_rows(beta, SUB), blocks_s.at[turn_n])
+                # cumulative log2 decay: a masked row sum stands in for a running sum
+                gamma = None
+                for j in range(4):
+                    g = _cols(_vector(gates.at[0, pl.ds(SUB * j, SUB)], COL), C)
+                    g = jnp.where(c + SUB * j <= r, g, 0.0)
+                    gamma = g if gamma is None else gamma + g
+                gamma = _row_sum(gamma)
+                _warpgroup_barrier(interpret)  # all warps are through with the blocks, whose place X takes
+                x_n = x_s.at[turn_n]
+                x_n[...] = jnp.concatenate(x, axis=1)
+                store(vector(LOG_GAMMA), gamma)
+                store(vector(K_SCALE), rk * jnp.exp2(gamma))
+                store(vector(Q_SCALE), rq * scale * jnp.exp2(gamma))
                 plgpu.commit_smem()
 
-                w = products(*[(scores, x_s.at[h]) for h in range(width)], shape=(C, C))
-                for h in range(width):
-                    ratio = _rows(gamma[h], C) - _cols(_vector(vector(h, LOG_GAMMA), COL), C)
-                    # above the diagonal W is 0, and the ratio must not overflow there
-                    w[h] = w[h] * jnp.exp2(jnp.minimum(ratio, 0.0))
-                    w[h] = (w[h] * _cols(_vector(gate_s.at[h, 1], COL) * scale, C)).astype(dtype)
-                for h in range(width):
-                    gamma_end = vec_s[h, (LOG_GAMMA + 1) * C - 1]
-                    r_scale = _rows(beta[h] * jnp.exp2(gamma_end - gamma[h]), LINE)
-                    rows = products(
-                        *[(x_s.at[h].transpose((1, 0)), key_s.at[i]) for i in range(halves)], shape=(C, LINE)
-                    )
-                    for i in range(halves):
-                        r_s[h].at[i][...] = (rows[i] * r_scale).astype(dtype)
+                (w,) = products((scores, x_n), shape=(C, C))
+                ratio = _rows(gamma, C) - _cols(_vector(vector(LOG_GAMMA), COL), C)
+                # above the diagonal W is 0, and the ratio must not overflow there
+                w = w * jnp.exp2(jnp.minimum(ratio, 0.0))
+                w = (w * _cols(_vector(gates.at[1], COL) * scale, C)).astype(dtype)
+                gamma_end = vectors[(LOG_GAMMA + 1) * C - 1]
+                r_scale = _rows(beta * jnp.exp2(gamma_end - gamma), LINE)
+                rows = products(*[(x_n.transpose((1, 0)), key_s.at[i]) for i in range(halves)], shape=(C, LINE))
+                r_s = tiles_s.at[stage, turn_n]  # the raw rows are in registers
+                for i in range(halves):
+                    r_s.at[i][...] = (rows[i] * r_scale).astype(dtype)
                 _warpgroup_barrier(interpret)  # all warps are through with X, whose place W takes
-                for h in range(width):
-                    w_s.at[h][...] = w[h]
+                w_s.at[turn_n][...] = w
                 plgpu.commit_smem()
-                for h in range(width):
-                    plgpu.copy_smem_to_gmem(w_s.at[h], w_g.at[item, head + h])
-                    plgpu.copy_smem_to_gmem(r_s[h], r_g.at[item, head + h])
-                    plgpu.copy_smem_to_gmem(vec_s.at[h, pl.ds(0, NUM_VECTORS * C)], vec_g.at[item, head + h])
+                plgpu.copy_smem_to_gmem(w_s.at[turn_n], w_g.at[item, head])
+                plgpu.copy_smem_to_gmem(r_s, r_g.at[item, head])
+                plgpu.copy_smem_to_gmem(vectors, vec_g.at[item, head])
 
-                @pl.when((n + 1) * width < group)
-                def _():
-                    read_gates(head + width)
-                    plgpu.commit_smem()
+            lax.fori_loop(0, heads, one_head, None)
 
-            lax.fori_loop(0, group // width, some_heads, None)
-            if written is None:
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            else:
-                plgpu.wait_smem_to_gmem(0)
-                written()
+        place = look(0)
+        bring(place, 0)
+        nothing = *place[:-1], jnp.bool_(False)
+        last, _ = lax.fori_loop(0, count, step, (nothing, place))
+        finish(last)
 
-    # X and W take one another's place.
-    overlay = [_swizzled((units, width, C, C), f16), _swizzled((units, width, C, C), dtype)]
-    buffers = [
-        _copy_target(interpret, (units, halves, C, LINE), dtype),
-        _copy_target(interpret, (units, halves, C, LINE), dtype),
-        _swizzled((units, halves, C, LINE), f16),
-        plgpu.SMEM((units, width, BEFORE + 4 * C, SUB), f16),
-        plgpu.SMEM((units, width, 4 * C), f32),
-        plgpu.SMEM((units, width, 2, C), f32),
+    # The blocks that warps exchange, X and W take one another's place.
+    overlay = [
+        _swizzled((units, 2, C, C), f16),
+        _swizzled((units, 2, C, C), dtype),
+        plgpu.SMEM((units, 2, 4 * C, SUB), f16),
     ]
-    barriers = [plgpu.Barrier(num_arrivals=halves, num_barriers=units)] * 2
+    buffers = [
+        _copy_target(interpret, (units, 2, 2, halves, C, LINE), dtype),
+        plgpu.SMEM((units, 2, 2, C, width), f32),
+        _swizzled((units, halves, C, LINE), f16),
+        plgpu.SMEM((units, 2, NUM_VECTORS * C), f32),
+        plgpu.SMEM((units, 2, 2, C), f32),
+    ]
+    barriers = [plgpu.Barrier(num_arrivals=n, num_barriers=2 * units) for n in (halves + 2, halves)]
     results = [
         jax.ShapeDtypeStruct((items, nv, C, C), dtype),
         jax.ShapeDtypeStruct((items, nv, halves, C, LINE), dtype),
@@ -623,32 +649,42 @@ def _preparation(qkv, decay, batch, *, nk, key_dim, max_slots, normalise, units,
     return work, buffers, barriers, overlay, results
 
 
-def _prepare(qkv, decay, beta, slot_idx, offsets, *, nk, key_dim, max_slots, normalise, interpret):
+def _prepare(qkv, decay, beta, slot_idx, offsets, *, nk, nv, key_dim, max_slots, normalise, interpret):
     """W [items, nv, C, C], R [items, nv, key_dim / LINE, C, LINE] and float32 vectors [items, nv, NUM_VECTORS * C].
 
-    One CTA, of one warpgroup, per (chunk, key head). W and R have the dtype of the tokens.
+    Two CTAs a multiprocessor, of one warpgroup each, take all places in turns. W and R have the dtype of the tokens.
     """
     total = decay.shape[0]
     batch = slot_idx.shape[0]
     work, buffers, barriers, overlay, results = _preparation(
         qkv, decay, batch,
-        nk=nk, key_dim=key_dim, max_slots=max_slots, normalise=normalise, units=1, interpret=interpret,
+        nk=nk, nv=nv, key_dim=key_dim, max_slots=max_slots, normalise=normalise, units=1, interpret=interpret,
     )  # fmt: skip
+    parts = nv // _heads_at_once(nv // nk)
+    places = (total // C + batch) * parts
+    ctas = min(2 * SMS, places)
 
-    def body(qkv_g, decay_g, beta_g, slot_g, off_g, w_g, r_g, vec_g, k_u, q_u, *scratch):
-        *scratch, overlay = scratch if interpret is None else (*scratch[:-2], [[x] for x in scratch[-2:]])
-        scratch = *_aliases(interpret, k_u), *_aliases(interpret, q_u), *scratch, *[ref for (ref,) in overlay]
-        item = lax.axis_index("item")
-        b = _find_row(off_g, item, batch, total)
-        start, length = _row_of(off_g, b, total)
-        place = item, b, start, length, (item - _item_of(start, b)) * C
-        work((qkv_g, decay_g, beta_g, slot_g, w_g, r_g, vec_g), scratch, 0, place, lax.axis_index("head"))
+    def body(qkv_g, decay_g, beta_g, slot_g, off_g, w_g, r_g, vec_g, tokens_u, *scratch):
+        *scratch, overlay = scratch if interpret is None else (*scratch[:-3], [[x] for x in scratch[-3:]])
+        scratch = *_aliases(interpret, tokens_u), *scratch, *[ref for (ref,) in overlay]
+        cta = lax.axis_index("cta")
+
+        def place_of(n):
+            # Rows of equal length leave items empty at regular distances: in another order every time, no CTA gets
+            # more of these than others.
+            place = n * ctas + lax.rem(cta + n * 101, i32(ctas))
+            item, part = lax.div(place, i32(parts)), lax.rem(place, i32(parts))
+            b = _find_row(off_g, item, batch, total)
+            start, length = _row_of(off_g, b, total)
+            return item, part, b, start, length, item - _item_of(start, b)
+
+        work((qkv_g, decay_g, beta_g, slot_g, w_g, r_g, vec_g), scratch, 0, pl.cdiv(places, ctas), place_of)
 
     kernel = plgpu.kernel(
         body,
         out_type=results,
-        grid=(nk, total // C + batch),
-        grid_names=("head", "item"),
+        grid=(ctas,),
+        grid_names=("cta",),
         scratch_types=[
             *buffers, *barriers, *([plgpu.RefUnion(*[[x] for x in overlay])] if interpret is None else overlay)
         ],
@@ -885,7 +921,7 @@ def _passing(qkv, pool, batch, rows, *, nk, tiles, split, scaled_states, interpr
                 for i in range(halves):
                     copy(key_head * key_dim + i * LINE, q_rows.at[s, i])
                 if await_item is not None:
-                    await_item(item + n, key_head)
+                    await_item(item + n)
                 plgpu.copy_gmem_to_smem(vec_g.at[item + n, head], vec_s.at[s], in_bar.at[s])
                 plgpu.copy_gmem_to_smem(r_g.at[item + n, head], r_s.at[s], in_bar.at[s])
                 plgpu.copy_gmem_to_smem(w_g.at[item + n, head], w_s.at[s], in_bar.at[s])
@@ -988,10 +1024,12 @@ def _both(qkv, decay, beta, slot_idx, offsets, has_initial_state, scales, pool, 
     batch = slot_idx.shape[0]
     chunks, items = pl.cdiv(total, C), total // C + batch
     columns = value_dim // C
+    heads = _heads_at_once(nv // nk)
+    parts = nv // heads
     units = 2  # as many warpgroups as carrying a state takes
     prepare, buffers, barriers, overlay, results = _preparation(
         qkv, decay, batch,
-        nk=nk, key_dim=key_dim, max_slots=max_slots, normalise=normalise, units=units, interpret=None,
+        nk=nk, nv=nv, key_dim=key_dim, max_slots=max_slots, normalise=normalise, units=units, interpret=None,
     )  # fmt: skip
     carry, pass_buffers, pass_barriers = _passing(
         qkv, pool, batch, batch,
@@ -1003,30 +1041,28 @@ def _both(qkv, decay, beta, slot_idx, offsets, has_initial_state, scales, pool, 
         o_g, w_g, r_g, vec_g, memory, prepare_barriers, pass_barriers,
     ):  # fmt: skip
         cta, wg = lax.axis_index("cta"), lax.axis_index("wg")
-        # How often the results for a (chunk, key head) have been written: once they are there, 1.
-        ready = pl.get_global(plgpu.SemaphoreType.REGULAR((items * nk,)))
-        first, second, _, *views = memory
+        # How often the results for a (chunk, part) have been written: once they are there, 1.
+        ready = pl.get_global(plgpu.SemaphoreType.REGULAR((items * parts,)))
+        first, second, third, *views = memory
 
         @pl.when(cta < workers)
         def _():
             operands = qkv_g, decay_g, beta_g, slot_g, w_g, r_g, vec_g
-            (k_rows, q_rows, *shared, x_s), (k_tiles, q_tiles, *_, w_s) = first, second
-            refs = k_rows, k_tiles, q_rows, q_tiles, *shared, *prepare_barriers, x_s, w_s
+            (rows_s, *shared, x_s), (tiles_s, *_, w_s), (*_, blocks_s) = first, second, third
+            refs = rows_s, tiles_s, *shared, *prepare_barriers, x_s, w_s, blocks_s
 
-            def one(n, _):
+            def place_of(n):
                 # All warpgroups of all CTAs take a chunk before any takes its second.
                 place = (n * units + wg) * workers + cta
-                place, key_head = lax.div(place, i32(nk)), lax.rem(place, i32(nk))
+                place, part = lax.div(place, i32(parts)), lax.rem(place, i32(parts))
                 chunk, b = lax.div(place, i32(batch)), lax.rem(place, i32(batch))
                 start, length = _row_of(off_g, b, total)
-                item = _item_of(start, b) + chunk
+                return _item_of(start, b) + chunk, part, b, start, length, chunk
 
-                def signal():
-                    plgpu.semaphore_signal(ready.at[item * nk + key_head], memory_scope="gpu")
+            def signal(item, part):
+                plgpu.semaphore_signal(ready.at[item * parts + part], memory_scope="gpu")
 
-                prepare(operands, refs, wg, (item, b, start, length, chunk * C), key_head, signal)
-
-            lax.fori_loop(0, pl.cdiv(chunks * batch * nk, units * workers), one, None)
+            prepare(operands, refs, wg, pl.cdiv(chunks * batch * parts, units * workers), place_of, signal)
 
         @pl.when(cta >= workers)
         def _():
@@ -1034,12 +1070,14 @@ def _both(qkv, decay, beta, slot_idx, offsets, has_initial_state, scales, pool, 
             (q_rows, k_rows, v_rows, *shared), (q_tiles, k_tiles, v_tiles, *_), (_, _, v_plain, *_) = views
             refs = (q_rows, q_tiles), (k_rows, k_tiles), (v_rows, v_tiles, v_plain), *shared, *pass_barriers
             place, column = lax.div(cta - workers, i32(columns)), lax.rem(cta - workers, i32(columns))
+            b, head = lax.div(place, i32(nv)), lax.rem(place, i32(nv))
 
-            def await_item(item, key_head):
-                plgpu.semaphore_wait(ready.at[item * nk + key_head], decrement=False, memory_scope="gpu")
+            def await_item(item):
+                part = lax.div(head, i32(heads))
+                plgpu.semaphore_wait(ready.at[item * parts + part], decrement=False, memory_scope="gpu")
                 _order_copies()
 
-            carry(operands, refs, wg, lax.div(place, i32(nv)), lax.rem(place, i32(nv)), column, await_item)
+            carry(operands, refs, wg, b, head, column, await_item)
 
     memory = [*_views([*buffers, plgpu.RefUnion(*[[x] for x in overlay])]), *_views(pass_buffers)]
     kernel = plgpu.kernel(
@@ -1254,6 +1292,7 @@ def recurrence(
     # true T first keeps the tokens added here out of every row.
     offsets = jnp.minimum(input_row_offsets, total) if short else input_row_offsets
     qkv, decay, beta = [jnp.pad(x, ((0, short), (0, 0))) if short else x for x in (qkv, decay, beta)]
+    decay, beta = _pad_gates(decay, nk), _pad_gates(beta, nk)
     count = _num_segments(total, slot_idx.shape[0], nv, key_dim, value_dim)
     workers = _num_workers(total, slot_idx.shape[0], nv, key_dim, value_dim) if count == 1 and interpret is None else 0
     if workers:
@@ -1265,7 +1304,8 @@ def recurrence(
     else:
         w, r, vec = _prepare(
             qkv, decay, beta, slot_idx, offsets,
-            nk=nk, key_dim=key_dim, max_slots=recurrent_state.shape[0], normalise=dtype != f32, interpret=interpret,
+            nk=nk, nv=nv, key_dim=key_dim, max_slots=recurrent_state.shape[0], normalise=dtype != f32,
+            interpret=interpret,
         )  # fmt: skip
         split = None
         if count > 1:
