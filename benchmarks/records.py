@@ -1,5 +1,6 @@
 """Lines between the process that measures and the one that writes `results/<gpu>.json`, and that file."""
 
+import collections
 import datetime
 import json
 import os
@@ -25,7 +26,11 @@ def result_name(device: str) -> str:
 
 
 class ResultFile:
-    """The results of one device, written anew at every record: a run that is cut short leaves what it measured."""
+    """The results of one device, written anew at every record: a run that is cut short leaves what it measured.
+
+    `runs` has what each process found before it measured; a record's `run` is its place there. The head of the file is
+    that of the run with the most records, of this package if it has any.
+    """
 
     def __init__(self, path: pathlib.Path | None, command: str, merge: bool, keep: bool = True):
         """`path` None is the usual place of the device; nothing is written unless `keep`."""
@@ -34,13 +39,12 @@ class ResultFile:
         self._merge = merge
         self._keep = keep
         self._content: dict = {}
-        self._found: tuple[str, dict] | None = None
+        self._found: dict | None = None
 
     def environment(self, impl: str, fields: dict) -> None:
-        """What a process found before it measures. The package's own process decides the head of the file.
+        """What a process found before it measures.
 
-        A merged run that measures nothing must not stand as the one that the results are of: it is entered with
-        its first record.
+        A run that measures nothing is entered only if the implementation has no other: else with its first record.
         """
         today = datetime.datetime.now(datetime.UTC).date().isoformat()
         if not self._content:
@@ -49,27 +53,24 @@ class ResultFile:
             if old.get("device", fields["device"]) != fields["device"]:
                 raise ValueError(f"{path} is of {old['device']}, and this is {fields['device']}")
             self._content = {"device": fields["device"], "versions": {}, "date": today, "command": self._command}
-            self._content |= {"copy_gbps": None, "matmul_tflops": None, "runs": {}, "records": [], "skipped": []} | old
-        self._found = impl, {"date": today, "command": self._command, **fields}
-        if impl not in self._content["runs"]:
+            self._content |= {"copy_gbps": None, "matmul_tflops": None, "runs": [], "records": [], "skipped": []} | old
+        self._found = {"impl": impl, "date": today, "command": self._command, **fields}
+        if impl not in [run["impl"] for run in self._content["runs"]]:
             self._enter()
 
     def _enter(self) -> None:
         if self._found is None:
             return
-        (impl, fields), self._found = self._found, None
+        run, self._found = self._found, None
         content = self._content
-        content["runs"][impl] = fields
-        content["skipped"] = [x for x in content["skipped"] if x["impl"] != impl]
-        content["versions"] |= fields["versions"]
-        if impl == "gdn_jax" or content["copy_gbps"] is None:
-            rates = {name: fields.get(name) for name in ("copy_gbps", "matmul_tflops")}
-            content.update(date=fields["date"], command=self._command, **rates)
+        content["runs"].append(run)
+        content["skipped"] = [x for x in content["skipped"] if x["impl"] != run["impl"]]
+        content["versions"] |= run["versions"]
         self._write()
 
     def record(self, fields: dict) -> None:
         self._enter()
-        self._replace("records", fields)
+        self._replace("records", {**fields, "run": len(self._content["runs"]) - 1})
 
     def skipped(self, fields: dict) -> None:
         if self._content:
@@ -81,7 +82,11 @@ class ResultFile:
         def key(x):
             return x.get("case"), x["impl"]
 
-        content[where] = [x for x in content[where] if key(x) != key(fields)] + [fields]
+        places = [key(x) for x in content[where]]
+        if key(fields) in places:
+            content[where][places.index(key(fields))] = fields
+        else:
+            content[where].append(fields)
         if where == "records":
             content["skipped"] = [x for x in content["skipped"] if key(x) != key(fields)]
         self._write()
@@ -90,6 +95,10 @@ class ResultFile:
         if not self._keep:
             return
         assert self.path is not None
+        counts = collections.Counter(x["run"] for x in self._content["records"])
+        runs = list(enumerate(self._content["runs"]))
+        _, main = max(runs, key=lambda run: (run[1]["impl"] == "gdn_jax" and counts[run[0]] > 0, counts[run[0]]))
+        self._content |= {name: main.get(name) for name in ("date", "command", "copy_gbps", "matmul_tflops")}
         self.path.parent.mkdir(parents=True, exist_ok=True)
         lines = {name: value for name, value in self._content.items() if name not in ("records", "skipped")}
         # One record a line, so that a change of one number is a change of one line.

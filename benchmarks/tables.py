@@ -170,10 +170,11 @@ def environment(results: Results) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in content["versions"].items())
     lines = [f"{content['device']}, {content['date']}; {versions}."]
     if content.get("copy_gbps"):
-        lines.append(f"Device copy in the same run, bytes read and written: {content['copy_gbps']:.0f} GB/s.")
-    measured = {record["impl"] for record in content["records"]}
-    runs = [run for impl, run in content.get("runs", {}).items() if impl in measured]
-    lines += [f"`{command}`" for command in dict.fromkeys(run["command"] for run in runs)]
+        lines.append("Each run, and the device's copy speed in it, bytes read and written:")
+    measured = {record["run"] for record in content["records"]}
+    for run, found in enumerate(content["runs"]):
+        if run in measured:
+            lines.append(f"`{found['command']}` ({found['copy_gbps']:.0f} GB/s)")
     return "  \n".join(lines) + "\n"
 
 

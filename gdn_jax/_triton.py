@@ -6,6 +6,9 @@ contracted into sums (see `gdn_jax._compat.triton_call`), except where `tl.fma` 
 recurrence, the verify and the fold agree bit for bit.
 """
 
+# What Triton compiles is not typed as Python is.
+# pyright: reportGeneralTypeIssues=false
+
 import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 

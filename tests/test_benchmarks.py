@@ -174,7 +174,7 @@ def test_outputs_that_were_not_written_are_found():
 
 
 def record(case, impl="gdn_jax", time_us: float | None = 10.0, **fields):
-    return {"case": case, "impl": impl, "median_us": time_us, "floor_us": 8.0, "rel_err": 1e-3, **fields}
+    return {"case": case, "impl": impl, "median_us": time_us, "floor_us": 8.0, "rel_err": 1e-3, "run": 0, **fields}
 
 
 def test_result_files_merge(tmp_path):
@@ -192,18 +192,27 @@ def test_result_files_merge(tmp_path):
     assert content["command"] == "first"
     assert content["copy_gbps"] == 4200.0
     assert content["versions"] == {"jax": "1", "torch": "2"}
-    assert [(x["impl"], x["median_us"]) for x in content["records"]] == [("gdn_jax", 10.0), ("fla", 21.0)]
+    found = [(x["impl"], x["median_us"], x["run"]) for x in content["records"]]
+    assert found == [("gdn_jax", 10.0, 0), ("fla", 21.0, 1)]
     assert len(content["skipped"]) == 1
     again = ResultFile(path, "third", merge=True)
     again.environment("gdn_jax", head)
     again.skipped({"case": "decode/f32/B32", "impl": "gdn_jax", "reason": "time budget"})
     content = json.loads(path.read_text())
-    assert content["command"] == content["runs"]["gdn_jax"]["command"] == "first"
+    assert [run["command"] for run in content["runs"]] == ["first", "second"]
     assert len(content["skipped"]) == 2
     again.record(record("decode/f32/B8"))
     content = json.loads(path.read_text())
-    assert content["command"] == content["runs"]["gdn_jax"]["command"] == "third"
+    assert [run["command"] for run in content["runs"]] == ["first", "second", "third"]
+    assert content["command"] == "first"
     assert content["skipped"] == []
+    again.record(record("decode/f32/B1"))
+    content = json.loads(path.read_text())
+    assert [(x["case"], x["run"]) for x in content["records"] if x["impl"] == "gdn_jax"] == [
+        ("decode/f32/B1", 2),
+        ("decode/f32/B8", 2),
+    ]
+    assert content["command"] == "third"
     other = ResultFile(path, "fourth", merge=True)
     with pytest.raises(ValueError, match="NVIDIA H200"):
         other.environment("gdn_jax", {**head, "device": "NVIDIA H100"})
@@ -216,7 +225,7 @@ def results():
         "versions": {"jax": "0.11.2"},
         "date": "2026-01-01",
         "copy_gbps": 4200.0,
-        "runs": {"gdn_jax": {"command": "python -m benchmarks"}},
+        "runs": [{"impl": "gdn_jax", "command": "python -m benchmarks", "copy_gbps": 4200.0}],
         "records": [
             record("decode/f32/B1", "gdn_jax", 2.4567, first_call_s=1.25, **share),
             record("decode/f32/B1", "fla", 3.3),

@@ -3,6 +3,9 @@
 A program takes a block of whole rows of one state through the accepted records, in float32 registers.
 """
 
+# What Triton compiles is not typed as Python is.
+# pyright: reportGeneralTypeIssues=false
+
 from gdn_jax._compat import triton_call
 from gdn_jax._triton import load_float, tl, triton, unsupported_head_dims, update
 
