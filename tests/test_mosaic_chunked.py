@@ -139,9 +139,16 @@ def decreasing(offsets, tokens):
     return args
 
 
-@pytest.mark.parametrize("tokens", ["bfloat16", "float32"])
-def test_offsets_that_decrease(tokens):
-    args = decreasing([250, 20, 10, 120, 90], tokens)
+@pytest.mark.parametrize(
+    ("offsets", "tokens"),
+    [
+        pytest.param([250, 20, 10, 120, 90], "float32", id="mixed"),
+        pytest.param([0, 130, 0, 0, 0], "bfloat16", id="padded with zeros"),
+        pytest.param([200, 300, 0, 100, 100], "bfloat16", id="a row before an earlier one"),
+    ],
+)
+def test_offsets_that_decrease(offsets, tokens):
+    args = decreasing(offsets, tokens)
     check(args, *recurrence(*args, interpret=RACES))
 
 

@@ -241,22 +241,26 @@ def _row_of(offsets, b, total):
     return start, jnp.maximum(jnp.clip(offsets[b + 1], 0, total) - start, 0)
 
 
-def _item_of(start, b):
-    """The item (place in the arrays between the kernels) of the first chunk of row b.
+def _first_items(offsets, total, batch):
+    """The item (place in the arrays between the kernels) of the first chunk of each row: int32 [B].
 
-    Row b owns the items from `start // C + b` on: rows that do not overlap never share one, and no more than
-    `total // C + B` are needed, so that no running sum over the rows has to be taken.
+    Rows follow one another without gaps, wherever their tokens lie. Rows that do not overlap need no more than
+    `total // C + B` items; what others would need beyond that, they share.
     """
-    return lax.shift_right_logical(start, i32(C.bit_length() - 1)) + b
+    if batch == 1:
+        return jnp.zeros((1,), i32)
+    _, length = row_bounds(offsets, total)
+    chunks = (length + (C - 1)) // C
+    return jnp.minimum(jnp.cumsum(chunks) - chunks, total // C + batch - chunks).astype(i32)
 
 
-def _find_row(offsets, item, batch, total):
+def _find_row(first_items, item, batch):
     """The last row whose first item is at most `item`, by bisection; row 0 if there is none."""
     low, high = jnp.int32(0), jnp.int32(batch)
     for _ in range((batch - 1).bit_length()):
         middle = lax.shift_right_logical(low + high, i32(1))
         middle = jnp.minimum(middle, batch - 1)
-        before = _item_of(jnp.clip(offsets[middle], 0, total), middle) <= item
+        before = first_items[middle] <= item
         low, high = jnp.where(before, middle, low), jnp.where(before, high, middle)
     return low
 
@@ -649,7 +653,7 @@ def _preparation(qkv, decay, batch, *, nk, nv, key_dim, max_slots, normalise, un
     return work, buffers, barriers, overlay, results
 
 
-def _prepare(qkv, decay, beta, slot_idx, offsets, *, nk, nv, key_dim, max_slots, normalise, interpret):
+def _prepare(qkv, decay, beta, slot_idx, offsets, first_items, *, nk, nv, key_dim, max_slots, normalise, interpret):
     """W [items, nv, C, C], R [items, nv, key_dim / LINE, C, LINE] and float32 vectors [items, nv, NUM_VECTORS * C].
 
     Two CTAs a multiprocessor, of one warpgroup each, take all places in turns. W and R have the dtype of the tokens.
@@ -664,7 +668,7 @@ def _prepare(qkv, decay, beta, slot_idx, offsets, *, nk, nv, key_dim, max_slots,
     places = (total // C + batch) * parts
     ctas = min(2 * SMS, places)
 
-    def body(qkv_g, decay_g, beta_g, slot_g, off_g, w_g, r_g, vec_g, tokens_u, *scratch):
+    def body(qkv_g, decay_g, beta_g, slot_g, off_g, item_g, w_g, r_g, vec_g, tokens_u, *scratch):
         *scratch, overlay = scratch if interpret is None else (*scratch[:-3], [[x] for x in scratch[-3:]])
         scratch = *_aliases(interpret, tokens_u), *scratch, *[ref for (ref,) in overlay]
         cta = lax.axis_index("cta")
@@ -674,9 +678,9 @@ def _prepare(qkv, decay, beta, slot_idx, offsets, *, nk, nv, key_dim, max_slots,
             # more of these than others.
             place = n * ctas + lax.rem(cta + n * 101, i32(ctas))
             item, part = lax.div(place, i32(parts)), lax.rem(place, i32(parts))
-            b = _find_row(off_g, item, batch, total)
+            b = _find_row(item_g, item, batch)
             start, length = _row_of(off_g, b, total)
-            return item, part, b, start, length, item - _item_of(start, b)
+            return item, part, b, start, length, item - item_g[b]
 
         work((qkv_g, decay_g, beta_g, slot_g, w_g, r_g, vec_g), scratch, 0, pl.cdiv(places, ctas), place_of)
 
@@ -692,7 +696,7 @@ def _prepare(qkv, decay, beta, slot_idx, offsets, *, nk, nv, key_dim, max_slots,
         interpret=interpret,
         kernel_name="gated_delta_chunk_prepare",
     )  # fmt: skip
-    return kernel(qkv, decay, beta, slot_idx, offsets)
+    return kernel(qkv, decay, beta, slot_idx, offsets, first_items)
 
 
 def _params():
@@ -712,7 +716,7 @@ def _passing(qkv, pool, batch, rows, *, nk, tiles, split, scaled_states, interpr
     math_registers = 232 if tiles == 2 else 240
 
     def work(operands, buffers, wg, b, head, column, await_item=None):
-        qkv_g, w_g, r_g, vec_g, slot_g, off_g, init_g, scale_g, table_g, initial_g, pool_g, o_g = operands
+        qkv_g, w_g, r_g, vec_g, slot_g, off_g, item_g, init_g, scale_g, table_g, initial_g, pool_g, o_g = operands
         (q_rows, q_tiles), (k_rows, k_tiles), (v_rows, v_tiles, v_plain), w_s, r_s, vec_s, *barriers = buffers
         in_bar, in_free, tail_ready, done = barriers
         first_column = column * width
@@ -721,7 +725,7 @@ def _passing(qkv, pool, batch, rows, *, nk, tiles, split, scaled_states, interpr
         row_b = lax.div(part_b, i32(rows // batch))
         if not split:
             start, length = _row_of(off_g, row_b, total)
-            item = _item_of(start, row_b)
+            item = item_g[row_b]
         else:
             start, length, item = [table_g[n, part_b] for n in (FIRST, LENGTH, ITEM)]
         slot = slot_g[row_b]
@@ -975,7 +979,7 @@ def _passing(qkv, pool, batch, rows, *, nk, tiles, split, scaled_states, interpr
 
 
 def _pass(
-    qkv, w, r, vec, slot_idx, offsets, has_initial_state, scales, pool, *, nk, tiles, interpret, split=None
+    qkv, w, r, vec, slot_idx, offsets, first_items, has_initial_state, scales, pool, *, nk, tiles, interpret, split=None
 ):  # fmt: skip
     """Outputs [T, nv * VD]; `pool` (a Ref) is updated. One CTA per (row, value head, `tiles` * 64 value columns).
 
@@ -993,7 +997,7 @@ def _pass(
     )  # fmt: skip
 
     def body(*refs):
-        operands, (q_u, k_u, v_u, *buffers) = refs[:12], refs[12:]
+        operands, (q_u, k_u, v_u, *buffers) = refs[:13], refs[13:]
         buffers = _aliases(interpret, q_u), _aliases(interpret, k_u), _aliases(interpret, v_u, 3), *buffers
         work(operands, buffers, *[lax.axis_index(name) for name in ("wg", "row", "head", "column")])
 
@@ -1009,10 +1013,12 @@ def _pass(
         interpret=interpret,
         kernel_name="gated_delta_chunk_pass",
     )
-    return kernel(qkv, w, r, vec, slot_idx, offsets, has_initial_state, scales, table, initial, pool)
+    return kernel(qkv, w, r, vec, slot_idx, offsets, first_items, has_initial_state, scales, table, initial, pool)
 
 
-def _both(qkv, decay, beta, slot_idx, offsets, has_initial_state, scales, pool, *, nk, workers, normalise):
+def _both(
+    qkv, decay, beta, slot_idx, offsets, first_items, has_initial_state, scales, pool, *, nk, workers, normalise
+):  # fmt: skip
     """`_prepare` and `_pass` in one kernel, side by side: outputs [T, nv * VD]; `pool` (a Ref) is updated.
 
     `workers` CTAs prepare chunks, in the order in which they are needed; each of the others carries the state of one
@@ -1037,7 +1043,7 @@ def _both(qkv, decay, beta, slot_idx, offsets, has_initial_state, scales, pool, 
     )  # fmt: skip
 
     def body(
-        qkv_g, decay_g, beta_g, slot_g, off_g, init_g, scale_g, pool_g,
+        qkv_g, decay_g, beta_g, slot_g, off_g, item_g, init_g, scale_g, pool_g,
         o_g, w_g, r_g, vec_g, memory, prepare_barriers, pass_barriers,
     ):  # fmt: skip
         cta, wg = lax.axis_index("cta"), lax.axis_index("wg")
@@ -1057,7 +1063,7 @@ def _both(qkv, decay, beta, slot_idx, offsets, has_initial_state, scales, pool, 
                 place, part = lax.div(place, i32(parts)), lax.rem(place, i32(parts))
                 chunk, b = lax.div(place, i32(batch)), lax.rem(place, i32(batch))
                 start, length = _row_of(off_g, b, total)
-                return _item_of(start, b) + chunk, part, b, start, length, chunk
+                return item_g[b] + chunk, part, b, start, length, chunk
 
             def signal(item, part):
                 plgpu.semaphore_signal(ready.at[item * parts + part], memory_scope="gpu")
@@ -1066,7 +1072,7 @@ def _both(qkv, decay, beta, slot_idx, offsets, has_initial_state, scales, pool, 
 
         @pl.when(cta >= workers)
         def _():
-            operands = qkv_g, w_g, r_g, vec_g, slot_g, off_g, init_g, scale_g, None, None, pool_g, o_g
+            operands = qkv_g, w_g, r_g, vec_g, slot_g, off_g, item_g, init_g, scale_g, None, None, pool_g, o_g
             (q_rows, k_rows, v_rows, *shared), (q_tiles, k_tiles, v_tiles, *_), (_, _, v_plain, *_) = views
             refs = (q_rows, q_tiles), (k_rows, k_tiles), (v_rows, v_tiles, v_plain), *shared, *pass_barriers
             place, column = lax.div(cta - workers, i32(columns)), lax.rem(cta - workers, i32(columns))
@@ -1091,7 +1097,7 @@ def _both(qkv, decay, beta, slot_idx, offsets, has_initial_state, scales, pool, 
         compiler_params=_params(),
         kernel_name="gated_delta_chunk",
     )
-    return kernel(qkv, decay, beta, slot_idx, offsets, has_initial_state, scales, pool)[0]
+    return kernel(qkv, decay, beta, slot_idx, offsets, first_items, has_initial_state, scales, pool)[0]
 
 
 def _views(buffers):
@@ -1117,7 +1123,7 @@ def _order_copies():
 FIRST, LENGTH, ITEM, IS_LAST = range(4)
 
 
-def _segments(offsets, total, count):
+def _segments(offsets, first_items, total, count):
     """Every row in `count` segments of equally many chunks, the last ones shorter or empty: int32 [4, B * count]."""
     start, length = [x[:, None] for x in row_bounds(offsets, total)]
     chunks = (length + (C - 1)) // C
@@ -1125,7 +1131,7 @@ def _segments(offsets, total, count):
     first = jnp.minimum(jnp.arange(count, dtype=i32) * each, chunks)
     past = jnp.minimum(first + each, chunks)
     tokens = jnp.minimum(past * C, length) - jnp.minimum(first * C, length)
-    item = _item_of(start, jnp.arange(start.shape[0], dtype=i32)[:, None]) + first
+    item = first_items[:, None] + first
     table = [start + first * C, tokens, item, (past == chunks) & (first < past)]
     return jnp.stack([x.astype(i32).reshape(-1) for x in table])
 
@@ -1293,23 +1299,24 @@ def recurrence(
     offsets = jnp.minimum(input_row_offsets, total) if short else input_row_offsets
     qkv, decay, beta = [jnp.pad(x, ((0, short), (0, 0))) if short else x for x in (qkv, decay, beta)]
     decay, beta = _pad_gates(decay, nk), _pad_gates(beta, nk)
+    first_items = _first_items(offsets, total + short, slot_idx.shape[0])
     count = _num_segments(total, slot_idx.shape[0], nv, key_dim, value_dim)
     workers = _num_workers(total, slot_idx.shape[0], nv, key_dim, value_dim) if count == 1 and interpret is None else 0
     if workers:
         pool = jax.new_ref(recurrent_state)
         out = _both(
-            qkv, decay, beta, slot_idx, offsets, has_initial_state.astype(i32), scales, pool,
+            qkv, decay, beta, slot_idx, offsets, first_items, has_initial_state.astype(i32), scales, pool,
             nk=nk, workers=workers, normalise=dtype != f32,
         )[:total]  # fmt: skip
     else:
         w, r, vec = _prepare(
-            qkv, decay, beta, slot_idx, offsets,
+            qkv, decay, beta, slot_idx, offsets, first_items,
             nk=nk, nv=nv, key_dim=key_dim, max_slots=recurrent_state.shape[0], normalise=dtype != f32,
             interpret=interpret,
         )  # fmt: skip
         split = None
         if count > 1:
-            table = _segments(offsets, total, count)
+            table = _segments(offsets, first_items, total, count)
             maps = _segment_maps(
                 qkv, r, vec, slot_idx, table,
                 count=count, dims=(nk, nv, key_dim, value_dim), max_slots=recurrent_state.shape[0], interpret=interpret,
@@ -1321,7 +1328,7 @@ def recurrence(
             split = table, _initial_states(maps, states, count)
         pool = jax.new_ref(recurrent_state)
         out = _pass(
-            qkv, w, r, vec, slot_idx, offsets, has_initial_state.astype(i32), scales, pool,
+            qkv, w, r, vec, slot_idx, offsets, first_items, has_initial_state.astype(i32), scales, pool,
             nk=nk, tiles=_tiles(slot_idx.shape[0], nv, key_dim, value_dim), interpret=interpret, split=split,
         )[:total]  # fmt: skip
     if token_scale is not None:
