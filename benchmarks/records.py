@@ -64,7 +64,6 @@ class ResultFile:
         run, self._found = self._found, None
         content = self._content
         content["runs"].append(run)
-        content["skipped"] = [x for x in content["skipped"] if x["impl"] != run["impl"]]
         content["versions"] |= run["versions"]
         self._write()
 
@@ -73,7 +72,8 @@ class ResultFile:
         self._replace("records", {**fields, "run": len(self._content["runs"]) - 1})
 
     def skipped(self, fields: dict) -> None:
-        if self._content:
+        measured = [(x["case"], x["impl"]) for x in self._content.get("records", [])]
+        if self._content and (fields.get("case"), fields["impl"]) not in measured:
             self._replace("skipped", fields)
 
     def _replace(self, where: str, fields: dict) -> None:
@@ -95,7 +95,7 @@ class ResultFile:
         if not self._keep:
             return
         assert self.path is not None
-        counts = collections.Counter(x["run"] for x in self._content["records"])
+        counts = collections.Counter(x.get("run") for x in self._content["records"])
         runs = list(enumerate(self._content["runs"]))
         _, main = max(runs, key=lambda run: (run[1]["impl"] == "gdn_jax" and counts[run[0]] > 0, counts[run[0]]))
         self._content |= {name: main.get(name) for name in ("date", "command", "copy_gbps", "matmul_tflops")}

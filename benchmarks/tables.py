@@ -174,7 +174,8 @@ def environment(results: Results) -> str:
     measured = {record["run"] for record in content["records"]}
     for run, found in enumerate(content["runs"]):
         if run in measured:
-            lines.append(f"`{found['command']}` ({found['copy_gbps']:.0f} GB/s)")
+            speed = f"{found['copy_gbps']:.0f} GB/s" if found["copy_gbps"] else "not measured"
+            lines.append(f"`{found['command']}` ({speed})")
     return "  \n".join(lines) + "\n"
 
 

@@ -205,7 +205,9 @@ def test_result_files_merge(tmp_path):
     content = json.loads(path.read_text())
     assert [run["command"] for run in content["runs"]] == ["first", "second", "third"]
     assert content["command"] == "first"
-    assert content["skipped"] == []
+    assert [x["case"] for x in content["skipped"]] == ["decode/f32/B32"]
+    again.skipped({"case": "decode/f32/B8", "impl": "gdn_jax", "reason": "what was measured stays"})
+    assert len(json.loads(path.read_text())["skipped"]) == 1
     again.record(record("decode/f32/B1"))
     content = json.loads(path.read_text())
     assert [(x["case"], x["run"]) for x in content["records"] if x["impl"] == "gdn_jax"] == [

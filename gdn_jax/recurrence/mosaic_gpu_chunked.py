@@ -345,8 +345,11 @@ def _warpgroup_barrier(interpret):
 
 
 def _heads_at_once(group):
-    """Value heads of a place in `_prepare`: all of a key head, or so many that their gates fit into shared memory."""
-    return max(n for n in range(1, 9) if group % n == 0)
+    """Value heads of a place in `_prepare`: all of a key head, or so many that their gates come in 8 columns.
+
+    With 12 columns no second CTA fits on a multiprocessor.
+    """
+    return max(n for n in (1, 2, 3, 4, 5, 8) if group % n == 0)
 
 
 def _gate_columns(heads):
