@@ -14,6 +14,8 @@ from tests import oracle
 from tests.harness import assert_close, assert_same_bits, assert_zero
 
 INTERPRET = plgpu.InterpretGPUParams()
+# Minutes of interpreting. On jax 0.11.2 the kernels are lowered here, and run by the tests marked `gpu`.
+on_newest = pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="interpreted on the newest JAX only: minutes")
 recurrence = partial(forward.recurrence, algorithm="recurrent", precision=None)
 
 
@@ -64,6 +66,7 @@ def run(args, plan=None):
     return out, jax.freeze(pool)
 
 
+@on_newest
 @pytest.mark.parametrize("name", CASES)
 def test_forward(name):
     args = make(**CASES[name])
@@ -80,6 +83,7 @@ PLANS = {
 }
 
 
+@on_newest
 @pytest.mark.parametrize("pool", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", PLANS)
 def test_every_plan_takes_every_row(name, pool):
