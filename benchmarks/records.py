@@ -95,7 +95,7 @@ class ResultFile:
         if not self._keep:
             return
         assert self.path is not None
-        counts = collections.Counter(x.get("run") for x in self._content["records"])
+        counts = collections.Counter(x["run"] for x in self._content["records"])
         runs = list(enumerate(self._content["runs"]))
         _, main = max(runs, key=lambda run: (run[1]["impl"] == "gdn_jax" and counts[run[0]] > 0, counts[run[0]]))
         self._content |= {name: main.get(name) for name in ("date", "command", "copy_gbps", "matmul_tflops")}

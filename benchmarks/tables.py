@@ -168,14 +168,14 @@ def many_devices(results: Results) -> str:
 def environment(results: Results) -> str:
     content = results.content
     versions = ", ".join(f"{name} {version}" for name, version in content["versions"].items())
-    lines = [f"{content['device']}, {content['date']}; {versions}."]
-    if content.get("copy_gbps"):
-        lines.append("Each run, and the device's copy speed in it, bytes read and written:")
+    lines = [
+        f"{content['device']}, {content['date']}; {versions}.",
+        "Each run, and the device's copy speed in it, bytes read and written:",
+    ]
     measured = {record["run"] for record in content["records"]}
     for run, found in enumerate(content["runs"]):
         if run in measured:
-            speed = f"{found['copy_gbps']:.0f} GB/s" if found["copy_gbps"] else "not measured"
-            lines.append(f"`{found['command']}` ({speed})")
+            lines.append(f"`{found['command']}` ({found['copy_gbps']:.0f} GB/s)")
     return "  \n".join(lines) + "\n"
 
 

@@ -20,8 +20,6 @@ from tests.harness import (
 )
 
 RACES = plgpu.InterpretGPUParams(detect_races=True)
-# Minutes of interpreting. On jax 0.11.2 the kernels are lowered here, and run by the tests marked `gpu`.
-on_newest = pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="interpreted on the newest JAX only: minutes")
 recurrence = partial(chunked.recurrence, algorithm="chunked", precision=None)
 
 
@@ -92,14 +90,12 @@ CASES = {
 }
 
 
-@on_newest
 @pytest.mark.parametrize("name", CASES)
 def test_cases(name):
     args = make(**CASES[name])
     check(args, *recurrence(*args, interpret=RACES))
 
 
-@on_newest
 def test_full_chip(monkeypatch):
     """What many rows run: two value tiles in the second kernel."""
     monkeypatch.setattr(chunked, "SMS", 1)
@@ -107,7 +103,6 @@ def test_full_chip(monkeypatch):
     check(args, *recurrence(*args, interpret=RACES))
 
 
-@on_newest
 @pytest.mark.parametrize("tokens", ["bfloat16", "float32"])
 def test_split_rows(monkeypatch, tokens):
     """What few heads and a long row run: rows cut into segments, some shorter than others, some empty."""
@@ -116,7 +111,6 @@ def test_split_rows(monkeypatch, tokens):
     check(args, *recurrence(*args, interpret=RACES))
 
 
-@on_newest
 @pytest.mark.parametrize("tokens", ["bfloat16", "float32"])
 @pytest.mark.parametrize("inputs", ["resetting", "repeated", "alternating", "zero"])
 def test_hard_inputs(inputs, tokens):
@@ -124,7 +118,6 @@ def test_hard_inputs(inputs, tokens):
     check(args, *recurrence(*args, interpret=plgpu.InterpretGPUParams()))
 
 
-@on_newest
 def test_any_size_of_values():
     """float32 values far outside the range of float16, each row at its own scale."""
     args = make([66, 5], (1, 1, 64, 64), [0, 1], tokens="float32")
@@ -159,14 +152,12 @@ def test_offsets_that_decrease(offsets, tokens):
     check(args, *recurrence(*args, interpret=RACES))
 
 
-@on_newest
 def test_tokens_of_two_rows():
     """Each row's state is its own. The outputs of the tokens may be either row's: a race, so no detector here."""
     args = decreasing([0, 20, 10, 10, 40], "float32")
     check(args, *recurrence(*args, interpret=plgpu.InterpretGPUParams()))
 
 
-@on_newest
 def test_rows_that_overlap():
     """Malformed: the results of such rows are unspecified, but nothing hangs and no other row is touched."""
     args = make([200], (1, 1, 64, 64), [0, 1, 2])
@@ -176,7 +167,6 @@ def test_rows_that_overlap():
     assert_other_rows_kept(pool, np.asarray(args[3]), [0, 2])
 
 
-@on_newest
 def test_a_row_does_not_depend_on_the_batch():
     args = make([70, 64, 9], (1, 1, 64, 64), [2, 0, 1])
     out, pool = recurrence(*args, interpret=plgpu.InterpretGPUParams())

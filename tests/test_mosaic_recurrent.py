@@ -14,8 +14,6 @@ from tests import oracle
 from tests.harness import assert_close, assert_same_bits, assert_zero
 
 INTERPRET = plgpu.InterpretGPUParams()
-# Minutes of interpreting. On jax 0.11.2 the kernels are lowered here, and run by the tests marked `gpu`.
-on_newest = pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="interpreted on the newest JAX only: minutes")
 recurrence = partial(forward.recurrence, algorithm="recurrent", precision=None)
 
 
@@ -66,7 +64,6 @@ def run(args, plan=None):
     return out, jax.freeze(pool)
 
 
-@on_newest
 @pytest.mark.parametrize("name", CASES)
 def test_forward(name):
     args = make(**CASES[name])
@@ -83,7 +80,6 @@ PLANS = {
 }
 
 
-@on_newest
 @pytest.mark.parametrize("pool", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", PLANS)
 def test_every_plan_takes_every_row(name, pool):
@@ -208,15 +204,19 @@ DTYPES = ["float32", "bfloat16", "float16"]
 @pytest.mark.parametrize("records", [False, True])
 @pytest.mark.parametrize("pool", DTYPES)
 @pytest.mark.parametrize("tokens", DTYPES)
-def test_shared_memory_suffices(tokens, pool, records):
+@pytest.mark.parametrize("group", [2, 1024])
+def test_shared_memory_suffices(group, tokens, pool, records):
     """Every served head dim gets a plan that fits into a thread block's shared memory, whatever the batch."""
+    num_key_heads = 16 if group == 2 else 1
     for key_dim in range(16, 257, 16):
         for value_dim in (16, 48, 64, 128, 240, 256):
             for num_tokens, batch in ((1, 1), (16, 16), (8, 1), (64, 16), (8192, 1), (8192, 8), (262144, 64)):
                 dtypes = jnp.dtype(tokens), jnp.dtype(pool)
-                plan = forward.plan_rows(num_tokens, batch, 16, 32, key_dim, value_dim, dtypes, records)
+                plan = forward.plan_rows(
+                    num_tokens, batch, num_key_heads, num_key_heads * group, key_dim, value_dim, dtypes, records
+                )
                 if plan.window:
-                    assert forward.shared_bytes(plan, key_dim, dtypes, records) <= 232448
+                    assert forward.shared_bytes(plan, key_dim, group, dtypes, records) <= 232448
                 elif plan.rows:
                     assert not records
                     # Its sums take 4 to 16 rows of float32, each for the keys and for the queries.

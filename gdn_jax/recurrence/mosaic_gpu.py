@@ -143,35 +143,44 @@ def plan_rows(num_tokens, batch, num_key_heads, num_value_heads, key_dim, value_
             return Plan(tile)
         wide = value_tile(value_dim, _ROWS_BYTES // (key_dim * dtypes[1].itemsize))
         return Plan(wide if programs(wide) >= _ROWS_PROGRAMS else tile, rows=True)
+    group = num_value_heads // num_key_heads
     if num_tokens < max(16, 8 * batch):
-        warpgroups = min(_SHORT_WARPGROUPS, -(-programs(tile) // _MULTIPROCESSORS))
-        workers = warpgroups * _MULTIPROCESSORS
-        of_key_head = num_value_heads // num_key_heads * (value_dim // tile)
+        of_key_head = group * (value_dim // tile)
         runs = [n for n in range(of_key_head, 0, -1) if of_key_head % n == 0]
-        # The longest run that leaves the busiest worker with no more tiles than runs of one would.
-        run = min(runs, key=lambda n: -(-programs(tile) // (n * workers)) * n)
-        return Plan(tile, window=_SHORT_WINDOW, warpgroups=warpgroups, run=run)
-    most = 1 if programs(tile) <= _MULTIPROCESSORS else 3
-    plans = [Plan(tile, window=_LONG_WINDOW, warpgroups=n) for n in range(most, 0, -1)]
-    return next(plan for plan in plans if shared_bytes(plan, key_dim, dtypes, records) <= _SHARED_BYTES)
+
+        def short(warpgroups):
+            workers = warpgroups * _MULTIPROCESSORS
+            # The longest run that leaves the busiest worker with no more tiles than runs of one would.
+            run = min(runs, key=lambda n: -(-programs(tile) // (n * workers)) * n)
+            return Plan(tile, window=_SHORT_WINDOW, warpgroups=warpgroups, run=run)
+
+        plans = [short(n) for n in range(min(_SHORT_WARPGROUPS, -(-programs(tile) // _MULTIPROCESSORS)), 0, -1)]
+    else:
+        most = 1 if programs(tile) <= _MULTIPROCESSORS else 3
+        plans = [Plan(tile, window=_LONG_WINDOW, warpgroups=n) for n in range(most, 0, -1)]
+    return next(plan for plan in plans if shared_bytes(plan, key_dim, group, dtypes, records) <= _SHARED_BYTES)
 
 
-def window_buffers(plan, key_dim, dtypes, records) -> list[tuple[tuple[int, ...], jnp.dtype]]:
+def window_buffers(plan, key_dim, group, dtypes, records) -> list[tuple[tuple[int, ...], jnp.dtype]]:
     """Shapes and dtypes of what a program with a window keeps in shared memory."""
     token, pool, f32 = *dtypes, jnp.dtype(jnp.float32)
     window, tile = plan.window, plan.tile
-    buffers = [((key_dim, tile), pool), ((window, key_dim), f32), ((window, key_dim), f32), ((5, window), f32)]
-    if window > _SHORT_WINDOW:
-        buffers += [((2, window, key_dim), token), ((2, window, key_dim), token)]
+    buffers = [((key_dim, tile), pool), ((window, key_dim), f32), ((window, key_dim), f32)]
+    if window == _SHORT_WINDOW:
+        buffers.append(((3, window), f32))
+    else:
+        buffers += [((5, window), f32), ((2, window, key_dim), token), ((2, window, key_dim), token)]
     buffers.append(((2, window, tile), token))
-    return [*buffers, ((window, tile), f32)] if records else buffers
+    if records:
+        buffers.append(((window, tile), f32))
+    return [*buffers, ((2, window, group), f32)] if window == _SHORT_WINDOW else buffers
 
 
-def shared_bytes(plan, key_dim, dtypes, records) -> int:
+def shared_bytes(plan, key_dim, group, dtypes, records) -> int:
     """Bytes of shared memory of a thread block with a window."""
     sizes = [
         plan.warpgroups * math.prod(shape) * dtype.itemsize
-        for shape, dtype in window_buffers(plan, key_dim, dtypes, records)
+        for shape, dtype in window_buffers(plan, key_dim, group, dtypes, records)
     ]
     return sum(-(-size // _SHARED_UNIT) * _SHARED_UNIT for size in sizes) + _SHARED_RESERVED
 
@@ -344,8 +353,13 @@ def run_rows(tokens, rows, pool, ring=None, ring_slot_idx=None, *, plan=None, in
         def zeros(self, count):
             return [zeros((KEY_ROWS, self.width), self.layout) for _ in range(count)]
 
-        def load(self, refs):
-            return [load(ref, self.layout) for ref in refs]
+        def load(self, refs, exists):
+            """The state, zeros where it does not exist yet."""
+            return lax.cond(exists, lambda: [load(ref, self.layout) for ref in refs], lambda: self.zeros(len(refs)))
+
+        def store(self, refs, state):
+            for ref, s in zip(refs, state, strict=True):
+                store(ref, s)
 
         def load_keys(self, refs):
             return [along_values(load(ref, self.key_layout), self.width, self.layout) for ref in refs]
@@ -488,13 +502,11 @@ def run_rows(tokens, rows, pool, ring=None, ring_slot_idx=None, *, plan=None, in
 
         def plain():
             state_g = [pool_g.at[slot, h, c, pl.ds(v0, tile)] for c in chunks]
-            state = lax.cond(has_g[b], lambda: whole.load(state_g), lambda: whole.zeros(len(chunks)))
-            state = by_token(whole, state, 0)
+            state = by_token(whole, whole.load(state_g, has_g[b]), 0)
 
             @pl.when(True if ring is None else end - start > ring_g.shape[2])
             def _():
-                for ref, s in zip(state_g, state, strict=True):
-                    store(ref, s)
+                whole.store(state_g, state)
 
         def whole_rows():
             """One token: two passes over the tile in shared memory, so that few registers hold many programs.
@@ -566,10 +578,7 @@ def run_rows(tokens, rows, pool, ring=None, ring_slot_idx=None, *, plan=None, in
 
                 def slab(j, _):
                     refs = [pool_g.at[slot, h, c, pl.ds(v0 + j * 16, 16)] for c in chunks]
-                    state = lax.cond(has_g[b], lambda: narrow.load(refs), lambda: narrow.zeros(len(chunks)))
-                    state = by_token(narrow, state, j * 16)
-                    for ref, s in zip(refs, state, strict=True):
-                        store(ref, s)
+                    narrow.store(refs, by_token(narrow, narrow.load(refs, has_g[b]), j * 16))
                     return 0
 
                 lax.fori_loop(0, tile // 16, slab, 0)
@@ -592,7 +601,7 @@ def run_rows(tokens, rows, pool, ring=None, ring_slot_idx=None, *, plan=None, in
         are computed once for all of them. The values of one window are in one of two stages while those of the next
         arrive in the other.
         """
-        *refs, gates_s, state_arrived, values_arrived = refs
+        *refs, state_arrived, values_arrived = refs
         if ring is None:
             pool_g, out_g, *scratch = refs
         else:
@@ -600,8 +609,7 @@ def run_rows(tokens, rows, pool, ring=None, ring_slot_idx=None, *, plan=None, in
         warpgroup = lax.axis_index("warpgroup")
         # A block's workers are far apart, so that the last round of runs is spread over all multiprocessors.
         worker = warpgroup * num_blocks + lax.axis_index("block")
-        gates_s = gates_s.at[warpgroup]
-        state_s, keys_s, queries_s, scales_s, values_s, *scratch = (ref.at[warpgroup] for ref in scratch)
+        state_s, keys_s, queries_s, scales_s, values_s, *scratch, gates_s = (ref.at[warpgroup] for ref in scratch)
         if ring is not None:
             (factors_s,) = scratch
         vectors = KeyVectors(key_dim, window)
@@ -736,11 +744,7 @@ def run_rows(tokens, rows, pool, ring=None, ring_slot_idx=None, *, plan=None, in
                     return first + window, state, 1 - stage
 
                 plgpu.barrier_wait(state_arrived.at[warpgroup])
-                state = lax.cond(
-                    has_state,
-                    lambda: whole.load([state_s.at[c] for c in chunks]),
-                    lambda: whole.zeros(len(chunks)),
-                )
+                state = whole.load([state_s.at[c] for c in chunks], has_state)
                 plgpu.barrier_wait(values_arrived.at[warpgroup])
                 # All warps have the state, and have done with the tile before.
                 plgpu.commit_smem()
@@ -753,8 +757,7 @@ def run_rows(tokens, rows, pool, ring=None, ring_slot_idx=None, *, plan=None, in
 
                 @pl.when(commits)
                 def _():
-                    for c, s in zip(chunks, state, strict=True):
-                        store(pool_g.at[slot, h, c, pl.ds(v0, tile)], s)
+                    whole.store([pool_g.at[slot, h, c, pl.ds(v0, tile)] for c in chunks], state)
 
                 return stage
 
@@ -765,8 +768,7 @@ def run_rows(tokens, rows, pool, ring=None, ring_slot_idx=None, *, plan=None, in
             stage = lax.cond(busy, lambda: lax.fori_loop(0, plan.run, tile_of, stage), skip)
 
             def zero(i, _):
-                h, v0 = where(first_tile(n) + i)[1:]
-                out_columns = pl.ds(h * value_dim + v0, tile)
+                out_columns = pl.ds(value_columns(first_tile(n) + i), tile)
 
                 @pl.when(jnp.logical_not(is_row_of(slot, max_slots)))
                 def _():
@@ -924,18 +926,13 @@ def run_rows(tokens, rows, pool, ring=None, ring_slot_idx=None, *, plan=None, in
 
             def compute():
                 plgpu.barrier_wait(state_arrived.at[warpgroup])
-                state = lax.cond(
-                    has_g[b],
-                    lambda: whole.load([state_s.at[c] for c in chunks]),
-                    lambda: whole.zeros(len(chunks)),
-                )
+                state = whole.load([state_s.at[c] for c in chunks], has_g[b])
                 carry = (start, state, decay, beta, w)
                 _, state, *rest = lax.while_loop(lambda c: c[0] < end, window_of, carry)
 
                 @pl.when(commits)
                 def _():
-                    for c, s in zip(chunks, state, strict=True):
-                        store(pool_g.at[slot, h, c, pl.ds(v0, tile)], s)
+                    whole.store([pool_g.at[slot, h, c, pl.ds(v0, tile)] for c in chunks], state)
 
                 return rest
 
@@ -961,20 +958,15 @@ def run_rows(tokens, rows, pool, ring=None, ring_slot_idx=None, *, plan=None, in
     f32 = jnp.float32
     threads = {}
     if window:
-        if body is windowed:
-            gates = [plgpu.SMEM((plan.warpgroups, 2, window, group), f32)]
-            tokens_arrived = plgpu.Barrier(num_barriers=plan.warpgroups)
-        else:
-            gates = []
-            tokens_arrived = plgpu.Barrier(num_arrivals=3, num_barriers=2 * plan.warpgroups)
+        # Values alone, or keys, queries and values in two stages.
+        arrivals, stages = (1, 1) if body is windowed else (3, 2)
         scratch = [
             *(
                 plgpu.SMEM((plan.warpgroups, *shape), dtype)
-                for shape, dtype in window_buffers(plan, key_dim, dtypes, ring is not None)
+                for shape, dtype in window_buffers(plan, key_dim, group, dtypes, ring is not None)
             ),
-            *gates,
             plgpu.Barrier(num_barriers=plan.warpgroups),
-            tokens_arrived,
+            plgpu.Barrier(num_arrivals=arrivals, num_barriers=stages * plan.warpgroups),
         ]
         threads = {"num_threads": plan.warpgroups, "thread_name": "warpgroup"}
     else:
