@@ -76,6 +76,7 @@ PLANS = {
     "whole rows of 128": forward.Plan(128, rows=True),
     "windows of 4": forward.Plan(16, window=4, warpgroups=2),
     "windows of 4, all tiles of a key head": forward.Plan(16, window=4, warpgroups=2, run=4),
+    "windows of 4, wide tiles": forward.Plan(128, window=4, warpgroups=2, run=2),
     "windows of 16": forward.Plan(32, window=16, warpgroups=1),
 }
 
@@ -83,9 +84,10 @@ PLANS = {
 @pytest.mark.parametrize("pool", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", PLANS)
 def test_every_plan_takes_every_row(name, pool):
-    heads = (1, 1, 64, PLANS[name].tile) if PLANS[name].rows else (1, 2, 16, 32)
+    plan = PLANS[name]
+    heads = (1, 1, 64, plan.tile) if plan.rows else (1, 2, 16, max(plan.tile, 32))
     args = make([1, 18, 0, 1, 2, 1], heads, [2, 0, 1, -1, 3, 4], fresh=(4, 5), pool=pool)
-    check_forward(args, *run(args, PLANS[name]))
+    check_forward(args, *run(args, plan))
 
 
 def check_forward(args, out, pool):

@@ -52,8 +52,9 @@ _SHARED_RESERVED = 4096
 """Enough for what Mosaic adds to the buffers: 2048 bytes for reductions, and barriers."""
 _SHORT_WINDOW, _LONG_WINDOW = 4, 16
 """Tokens of a row that are handled together where rows are short on average, and where they are not."""
-_SHORT_WARPGROUPS = 4
-"""Warpgroups of a thread block with short windows: they get 128 registers a thread, of which a tile takes 64."""
+_SHORT_WARPGROUPS, _WIDE_WARPGROUPS = 4, 2
+"""Warpgroups of a thread block with short windows: they get 128 registers a thread, of which a tile takes 64, or
+255 for a tile of twice the width."""
 _ROWS_PROGRAMS = 256
 """Programs from which on states travel through shared memory in whole rows."""
 _ROWS_BYTES = 32 * 1024
@@ -145,6 +146,10 @@ def plan_rows(num_tokens, batch, num_key_heads, num_value_heads, key_dim, value_
         return Plan(wide if programs(wide) >= _ROWS_PROGRAMS else tile, rows=True)
     group = num_value_heads // num_key_heads
     if num_tokens < max(16, 8 * batch):
+        most = _SHORT_WARPGROUPS
+        wide = value_tile(value_dim, 2 * _TILE_ELEMENTS // key_dim)
+        if wide > tile and programs(wide) >= 2 * _PROGRAMS:
+            tile, most = wide, _WIDE_WARPGROUPS
         of_key_head = group * (value_dim // tile)
         runs = [n for n in range(of_key_head, 0, -1) if of_key_head % n == 0]
 
@@ -154,7 +159,7 @@ def plan_rows(num_tokens, batch, num_key_heads, num_value_heads, key_dim, value_
             run = min(runs, key=lambda n: -(-programs(tile) // (n * workers)) * n)
             return Plan(tile, window=_SHORT_WINDOW, warpgroups=warpgroups, run=run)
 
-        plans = [short(n) for n in range(min(_SHORT_WARPGROUPS, -(-programs(tile) // _MULTIPROCESSORS)), 0, -1)]
+        plans = [short(n) for n in range(min(most, -(-programs(tile) // _MULTIPROCESSORS)), 0, -1)]
     else:
         most = 1 if programs(tile) <= _MULTIPROCESSORS else 3
         plans = [Plan(tile, window=_LONG_WINDOW, warpgroups=n) for n in range(most, 0, -1)]
@@ -244,9 +249,9 @@ class KeyVectors:
         return key_scale, query_scale, dot(key, query)
 
 
-def head_gates_layout(heads: int):
-    """Layout of the gates [window, heads] of a window: a token a warp, heads along the lanes."""
-    lanes = math.gcd(heads, 32)
+def token_rows_layout(size: int):
+    """Layout of [window, size], windows of four: a token a warp, one element a lane."""
+    lanes = math.gcd(size, 32)
     repeat = () if lanes == 32 else (plgpu.Replicated(32 // lanes),)
     if lanes == 1:
         return plgpu.Layout.TILED(plgpu.Tiling(((4, 1),)), (-2,), repeat, -1)
@@ -493,7 +498,7 @@ def run_rows(tokens, rows, pool, ring=None, ring_slot_idx=None, *, plan=None, in
                     @pl.when(to >= 0)
                     def _():
                         record = ring_g.at[to, lax.div(h, group), t - start]
-                        write_record(record, lax.rem(h, group), group, v0, keys_s, scratch[0], gates[0], value_dim)
+                        write_record(record, lax.rem(h, group), group, v0, keys_s, scratch[0], value_dim, gates[0])
 
                     plgpu.commit_smem()
                 return state
@@ -700,7 +705,7 @@ def run_rows(tokens, rows, pool, ring=None, ring_slot_idx=None, *, plan=None, in
                         rows = pl.ds(at, window)
                         keys = vectors.load(qkv_g.at[rows, key_columns])
                         queries = vectors.load(qkv_g.at[rows, query_columns])
-                        gates = [load(g.at[rows, gate_columns], head_gates_layout(group)) for g in (decay_g, beta_g)]
+                        gates = [load(g.at[rows, gate_columns], token_rows_layout(group)) for g in (decay_g, beta_g)]
                         vectors.store(keys_s, keys)
                         vectors.store(queries_s, queries)
                         for j, gate in enumerate(gates):
@@ -732,14 +737,30 @@ def run_rows(tokens, rows, pool, ring=None, ring_slot_idx=None, *, plan=None, in
                         def _():
                             plgpu.commit_smem()
 
-                            def write(p, _):
-                                t = first + p
-                                record = ring_g.at[to, lax.div(h, group), t - start]
-                                key, factor, decay = keys_s.at[t - at], factors_s.at[p], gates_s[0, t - at, member]
-                                write_record(record, member, group, v0, key, factor, decay, value_dim)
-                                return 0
+                            records = ring_g.at[to, lax.div(h, group)]
 
-                            lax.fori_loop(0, count, write, 0)
+                            @pl.when(count == window)
+                            def _():
+                                whole_window = records.at[pl.ds(first - start, window)]
+                                # All decays of the key head are here, whoever computes its other tiles.
+                                write_record(whole_window, member, group, v0, keys_s, factors_s, value_dim)
+
+                                @pl.when((member == 0) & (v0 == 0))
+                                def _():
+                                    decays = load(gates_s.at[0], token_rows_layout(group))
+                                    store(whole_window.at[:, pl.ds(key_dim + group * value_dim, group)], decays)
+
+                            @pl.when(count < window)
+                            def _():
+                                def write(p, _):
+                                    t = first + p
+                                    key, factor, decay = keys_s.at[t - at], factors_s.at[p], gates_s[0, t - at, member]
+                                    write_record(
+                                        records.at[t - start], member, group, v0, key, factor, value_dim, decay
+                                    )
+                                    return 0
+
+                                lax.fori_loop(0, count, write, 0)
 
                     return first + window, state, 1 - stage
 
@@ -917,7 +938,7 @@ def run_rows(tokens, rows, pool, ring=None, ring_slot_idx=None, *, plan=None, in
                         def write(p, _):
                             record = ring_g.at[to, lax.div(h, group), first - start + p]
                             member, decay = lax.rem(h, group), gates_s[0, p + gate_shift]
-                            write_record(record, member, group, v0, keys_s.at[p], factors.at[p], decay, value_dim)
+                            write_record(record, member, group, v0, keys_s.at[p], factors.at[p], value_dim, decay)
                             return 0
 
                         lax.fori_loop(0, count, write, 0)
@@ -999,22 +1020,25 @@ def ring_row(ring, ring_slot, length):
     return jnp.where(is_row_of(ring_slot, ring.shape[0]) & (length <= ring.shape[2]), ring_slot, -1)
 
 
-def write_record(record, member, group, v0, key, factor, decay, value_dim):
-    """One program's part of a record: its columns of the delta factor, and what only the first of its kind writes.
+def write_record(record, member, group, v0, key, factor, value_dim, decay=None):
+    """One program's part of a record, or of those of a window: its columns of the delta factor, and what only the first
+    of its kind writes. The decay of a record is written if it is given.
 
     Key and factor come from shared memory, so that the accesses can be as narrow as the record's alignment asks.
     """
-    (key_dim,) = key.shape
+    key_dim = key.shape[-1]
 
     def copy(source, at):
-        (size,) = source.shape
-        store(record.at[pl.ds(at, size)], load(source, vector_layout(size)))
+        size = source.shape[-1]
+        layout = vector_layout(size) if len(source.shape) == 1 else token_rows_layout(size)
+        store(record.at[..., pl.ds(at, size)], load(source, layout))
 
     copy(factor, key_dim + member * value_dim + v0)
 
     @pl.when(v0 == 0)
     def _():
-        record[key_dim + group * value_dim + member] = decay.astype(record.dtype)
+        if decay is not None:
+            record[key_dim + group * value_dim + member] = decay.astype(record.dtype)
 
         @pl.when(member == 0)
         def _():
