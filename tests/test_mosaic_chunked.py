@@ -23,6 +23,12 @@ RACES = plgpu.InterpretGPUParams(detect_races=True)
 recurrence = partial(chunked.recurrence, algorithm="chunked", precision=None)
 
 
+def interpreted(*args, interpret):
+    """Every access of an interpreted kernel calls Python: optimised code would only take longer to compile."""
+    run = jax.jit(partial(recurrence, interpret=interpret), compiler_options={"xla_backend_optimization_level": 0})
+    return run(*args)
+
+
 def make(lengths, heads, slots, *, tokens="bfloat16", pool="float32", extra=0, first=0, fresh=(), inputs="trained"):
     """Operands of the recurrence; `extra` tokens after and `first` before the rows hold NaN, and foreign rows do."""
     heads = shapes.Heads(*heads)
@@ -93,14 +99,14 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_cases(name):
     args = make(**CASES[name])
-    check(args, *recurrence(*args, interpret=RACES))
+    check(args, *interpreted(*args, interpret=RACES))
 
 
 def test_full_chip(monkeypatch):
     """What many rows run: two value tiles in the second kernel."""
     monkeypatch.setattr(chunked, "SMS", 1)
     args = make([70, 200], (1, 2, 64, 128), [1, 0])
-    check(args, *recurrence(*args, interpret=RACES))
+    check(args, *interpreted(*args, interpret=RACES))
 
 
 @pytest.mark.parametrize("tokens", ["bfloat16", "float32"])
@@ -108,14 +114,14 @@ def test_split_rows(monkeypatch, tokens):
     """What few heads and a long row run: rows cut into segments, some shorter than others, some empty."""
     monkeypatch.setattr(chunked, "_num_segments", lambda *_: 3)
     args = make([300, 0, 70, 3, 128], (1, 1, 64, 64), [1, 2, 9, 3, 0], tokens=tokens, extra=5, first=2, fresh=(0,))
-    check(args, *recurrence(*args, interpret=RACES))
+    check(args, *interpreted(*args, interpret=RACES))
 
 
 @pytest.mark.parametrize("tokens", ["bfloat16", "float32"])
 @pytest.mark.parametrize("inputs", ["resetting", "repeated", "alternating", "zero"])
 def test_hard_inputs(inputs, tokens):
     args = make([256], (1, 1, 64, 64), [0], tokens=tokens, inputs=inputs)
-    check(args, *recurrence(*args, interpret=plgpu.InterpretGPUParams()))
+    check(args, *interpreted(*args, interpret=plgpu.InterpretGPUParams()))
 
 
 def test_any_size_of_values():
@@ -124,7 +130,7 @@ def test_any_size_of_values():
     size = np.repeat([1e30, 1e-30], [66, 5])[:, None]
     args[0] = args[0].at[:, 128:].multiply(size)
     args[3] = args[3].at[:2].multiply(jnp.asarray([1e30, 1e-30])[:, None, None, None])
-    out, pool = recurrence(*args, interpret=plgpu.InterpretGPUParams())
+    out, pool = interpreted(*args, interpret=plgpu.InterpretGPUParams())
     expected, states = oracle.recurrence(*args)
     for row, tokens in enumerate((slice(66), slice(66, None))):
         assert_close(np.asarray(out)[tokens], expected[tokens], 1e-3, "outputs")
@@ -149,13 +155,13 @@ def decreasing(offsets, tokens):
 )
 def test_offsets_that_decrease(offsets, tokens):
     args = decreasing(offsets, tokens)
-    check(args, *recurrence(*args, interpret=RACES))
+    check(args, *interpreted(*args, interpret=RACES))
 
 
 def test_tokens_of_two_rows():
     """Each row's state is its own. The outputs of the tokens may be either row's: a race, so no detector here."""
     args = decreasing([0, 20, 10, 10, 40], "float32")
-    check(args, *recurrence(*args, interpret=plgpu.InterpretGPUParams()))
+    check(args, *interpreted(*args, interpret=plgpu.InterpretGPUParams()))
 
 
 def test_rows_that_overlap():
@@ -163,15 +169,15 @@ def test_rows_that_overlap():
     args = make([200], (1, 1, 64, 64), [0, 1, 2])
     args[5] = jnp.asarray([0, 2**31 - 1, 0, 200], jnp.int32)
     args[6] = jnp.ones(3, bool)
-    _, pool = recurrence(*args, interpret=plgpu.InterpretGPUParams())
+    _, pool = interpreted(*args, interpret=plgpu.InterpretGPUParams())
     assert_other_rows_kept(pool, np.asarray(args[3]), [0, 2])
 
 
 def test_a_row_does_not_depend_on_the_batch():
     args = make([70, 64, 9], (1, 1, 64, 64), [2, 0, 1])
-    out, pool = recurrence(*args, interpret=plgpu.InterpretGPUParams())
+    out, pool = interpreted(*args, interpret=plgpu.InterpretGPUParams())
     alone = [*args[:4], args[4][1:2], args[5][1:3], args[6][1:2]]
-    out_alone, pool_alone = recurrence(*alone, interpret=plgpu.InterpretGPUParams())
+    out_alone, pool_alone = interpreted(*alone, interpret=plgpu.InterpretGPUParams())
     assert_same_bits(out[70:134], out_alone[70:134])
     assert_same_bits(pool[0], pool_alone[0])
 
