@@ -1,13 +1,13 @@
 """What the Triton kernels of this package share: rows, padding, and the token step.
 
-Head dims need not be powers of two: tiles are, and what lies past a head is masked. A kernel's tile and warps follow
-from head dims and dtypes alone, never from the batch, so that the order of every sum does too; products are never
-contracted into sums (see `gdn_jax._compat.triton_call`), except where `tl.fma` says so. Together that makes the
-recurrence, the verify and the fold agree bit for bit.
+Head dims need not be powers of two: tiles are, and what lies past a head is masked. Every sum over a state or a key is
+written out as sums of two, in an order that follows from the key head dim and the pool's dtype alone, so that kernels
+with different tiles and warps sum alike; products are never contracted into sums (see `gdn_jax._compat.triton_call`),
+except where `tl.fma` says so. Together that makes the recurrence, the verify and the fold agree bit for bit.
 """
 
 # What Triton compiles is not typed as Python is.
-# pyright: reportGeneralTypeIssues=false
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportAssignmentType=false
 
 import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
@@ -36,19 +36,24 @@ def head_sizes(qkv, recurrent_state) -> dict[str, int]:
 def row_launch(qkv, recurrent_state, batch: int) -> dict:
     """Grid, warps and constants of the kernels that go token by token (`run_row`).
 
-    A tile is 128 bytes wide, a line of the cache, with 128 elements a thread: few warps that wait for each other.
+    128 elements of a state a thread. Rows of one token wait for memory: their tiles are 256 bytes wide, two lines of
+    the cache. Longer ones compute: one warp each, which waits for no other.
     """
     sizes = head_sizes(qkv, recurrent_state)
+    itemsize = recurrent_state.dtype.itemsize
     rows = max(triton.next_power_of_2(sizes["KD"]), PARTS.value)
-    columns = min(triton.next_power_of_2(sizes["VD"]), 128 // recurrent_state.dtype.itemsize)
+    ahead = qkv.shape[0] > batch
+    columns = min(triton.next_power_of_2(sizes["VD"]), 128 * 32 // rows if ahead else 256 // itemsize)
     return {
         "grid": (batch * sizes["NV"] * triton.cdiv(sizes["VD"], columns),),
         "num_warps": max(rows * columns // (128 * 32), 1),
         "num_stages": 1,
         "ROWS": rows,
         "COLUMNS": columns,
+        # Over how many rows the threads are spread: those below one another in a thread are summed up first.
+        "SPREAD": max(rows // (8 * itemsize), 1),
         "SCALE": sizes["KD"] ** -0.5,
-        "AHEAD": qkv.shape[0] > batch,
+        "AHEAD": ahead,
         **sizes,
     }
 
@@ -61,6 +66,45 @@ def sum_of_two(a0, b0, a1, b1):
 @triton.jit
 def sum_of_three(a0, b0, c0, a1, b1, c1):
     return a0 + a1, b0 + b1, c0 + c1
+
+
+@triton.jit
+def sums_of_vectors(a, b, c):
+    """The sum of each, halves onto one another."""
+    size: tl.constexpr = a.shape[0]
+    if size <= 2:
+        return tl.reduce((a, b, c), 0, sum_of_three)
+    else:
+        shape: tl.constexpr = (2, size // 2)
+        halves = tl.reshape(a, shape), tl.reshape(b, shape), tl.reshape(c, shape)
+        return sums_of_vectors(*tl.reduce(halves, 0, sum_of_three))
+
+
+@triton.jit
+def sum_last(x):
+    """The sum over the last of three axes, pairs of neighbours first."""
+    size: tl.constexpr = x.shape[2]
+    if size == 1:
+        return tl.reshape(x, (x.shape[0], x.shape[1]))
+    else:
+        even, odd = tl.split(tl.reshape(x, (x.shape[0], x.shape[1], size // 2, 2)))
+        return sum_last(even + odd)
+
+
+@triton.jit
+def sums_over_rows(a, b, SPREAD: tl.constexpr):
+    """The sums of the rows of each: halves onto one another until SPREAD are left, and then neighbours.
+
+    Those are turned, so that a thread has a column of both: one way through shared memory, instead of a butterfly
+    between threads for each column that a thread has.
+    """
+    rows: tl.constexpr = a.shape[0]
+    if rows > SPREAD:
+        shape: tl.constexpr = (2, rows // 2, a.shape[1])
+        a, b = tl.reduce((tl.reshape(a, shape), tl.reshape(b, shape)), 0, sum_of_two)
+        return sums_over_rows(a, b, SPREAD)
+    else:
+        return tl.split(sum_last(tl.permute(tl.join(a, b), (1, 2, 0))))
 
 
 @triton.jit
@@ -147,17 +191,18 @@ def tile_masks(is_row, is_column):
 
 
 @triton.jit
-def load_parts(at, step, masks):
+def load_parts(at, step, masks, EVICTION: tl.constexpr):
     parts = ()
     for i in tl.static_range(PARTS):
-        parts += (load_float(at + i * step, masks[i]),)
+        part = tl.load(at + i * step, mask=masks[i], other=0.0, eviction_policy=EVICTION)
+        parts += (part.to(tl.float32),)
     return parts
 
 
 @triton.jit
-def store_parts(at, step, parts, masks):
+def store_parts(at, step, parts, masks, EVICTION: tl.constexpr):
     for i in tl.static_range(PARTS):
-        tl.store(at + i * step, parts[i].to(at.dtype.element_ty), masks[i])
+        tl.store(at + i * step, parts[i].to(at.dtype.element_ty), masks[i], eviction_policy=EVICTION)
 
 
 @triton.jit
@@ -195,7 +240,7 @@ def product_with_state(state, vector):
 
 
 @triton.jit
-def token_output(state, key, query, value, decay, beta, SCALE: tl.constexpr):
+def token_output(state, key, query, value, decay, beta, SPREAD: tl.constexpr, SCALE: tl.constexpr):
     """One token over a tile of a state: the output, and what the raw key is multiplied by in the update.
 
     Both sums over the state, with the key and with the query, are taken of the old one, in one sweep:
@@ -203,11 +248,11 @@ def token_output(state, key, query, value, decay, beta, SCALE: tl.constexpr):
         S'^T q = decay * S^T q + (k . q) * factor        where        S' = decay * S + k factor^T
     """
     squares = product_of_vectors(key, key), product_of_vectors(query, query), product_of_vectors(key, query)
-    key_square, query_square, key_query = tl.reduce(squares, 0, sum_of_three)
+    key_square, query_square, key_query = sums_of_vectors(*squares)
     key_scale = tl.math.rsqrt(key_square + EPS)
     query_scale = tl.math.rsqrt(query_square + EPS) * SCALE
     against = product_with_state(state, key), product_with_state(state, query)
-    against_key, against_query = tl.reduce(against, 0, sum_of_two)
+    against_key, against_query = sums_over_rows(*against, SPREAD)
     factor = (value - against_key * (decay * key_scale)) * (beta * key_scale)
     return (against_query * decay + key_query * factor) * query_scale, factor
 
@@ -220,8 +265,8 @@ def load_token(
     """Key and query in parts, value (a tile of it), decay and beta of value head h for one token, in float32."""
     hk = h // (NV // NK)
     at = qkv + tl.cast(t, tl.int64) * (2 * NK * KD + NV * VD)
-    key = load_parts(at + (NK + hk) * KD + key_index, key_index.shape[0], is_key)
-    query = load_parts(at + hk * KD + key_index, key_index.shape[0], is_key)
+    key = load_parts(at + (NK + hk) * KD + key_index, key_index.shape[0], is_key, "")
+    query = load_parts(at + hk * KD + key_index, key_index.shape[0], is_key, "")
     value = load_float(at + 2 * NK * KD + h * VD + value_index, value_index < VD)
     gate = tl.cast(t, tl.int64) * NV + h
     return key, query, value, tl.load(decay + gate), tl.load(beta + gate)
@@ -231,8 +276,8 @@ def load_token(
 def run_row(
     qkv, decay, beta, slot_idx, offsets, has_initial_state, pool, out, ring, ring_slot_idx,
     T, B, MAX_SLOTS, RING_ROWS, NK: tl.constexpr, NV: tl.constexpr, KD: tl.constexpr, VD: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, SCALE: tl.constexpr, AHEAD: tl.constexpr, RING_LEN: tl.constexpr,
-    STRIDE: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, SPREAD: tl.constexpr, SCALE: tl.constexpr, AHEAD: tl.constexpr,
+    RING_LEN: tl.constexpr, STRIDE: tl.constexpr,
 ):  # fmt: skip
     """Takes one tile of one state through the tokens of its row.
 
@@ -257,7 +302,9 @@ def run_row(
         token = load_token(qkv, decay, beta, start, h, key_index, is_key, value_index, NK, NV, KD, VD)
         state_at = pool + (slot * NV + h) * (KD * VD) + key_index[:, None] * VD + value_index[None, :]
         inside = tile_masks(is_key, value_index < VD)
-        state = load_parts(state_at, PART * VD, each_and(inside, has_state))
+        # A forward writes where it read: until then the cache is to keep it, and afterwards nobody asks for it.
+        EVICTION: tl.constexpr = "evict_last" if RING_LEN < 0 else "evict_first"
+        state = load_parts(state_at, PART * VD, each_and(inside, has_state), EVICTION)
         needed = end - start > RING_LEN
         if RING_LEN >= 0:
             ring_slot = tl.load(ring_slot_idx + b)
@@ -271,7 +318,7 @@ def run_row(
                 token = load_token(
                     qkv, decay, beta, tl.minimum(t + 1, end - 1), h, key_index, is_key, value_index, NK, NV, KD, VD
                 )
-            o, factor = token_output(state, key, query, value, d, bt, SCALE)
+            o, factor = token_output(state, key, query, value, d, bt, SPREAD, SCALE)
             # After the last token of a verify nothing asks for the state.
             if needed | (t + 1 < end):
                 state = update_parts(state, key, factor, d)
@@ -284,12 +331,11 @@ def run_row(
                 )
                 first = records & (v0 == 0)
                 tl.store(to + KD + GROUP * VD + member, d.to(ring.dtype.element_ty), first)
-                store_parts(to + key_index, PART, key, each_and(is_key, first & (member == 0)))
-            if not AHEAD:
-                token = load_token(
-                    qkv, decay, beta, tl.minimum(t + 1, end - 1), h, key_index, is_key, value_index, NK, NV, KD, VD
-                )
-        store_parts(state_at, PART * VD, state, each_and(inside, needed))
+                if first & (member == 0):
+                    store_parts(to + key_index, PART, key, is_key, "")
+            if (AHEAD == 0) & (t + 1 < end):
+                token = load_token(qkv, decay, beta, t + 1, h, key_index, is_key, value_index, NK, NV, KD, VD)
+        store_parts(state_at, PART * VD, state, each_and(inside, needed), "evict_first")
     if not live:
         zero_tokens(out, start, end, out_columns, value_index < VD, NV * VD)
     zero_uncovered(offsets, out, out_columns, value_index < VD, b, B, T, NV * VD)

@@ -88,11 +88,10 @@ def compile_all(call, platform: str):
     )
 
 
-def sum_layouts(text: str) -> list[str]:
-    """The types, layouts written out, of what a kernel in Triton's GPU dialect sums up: they decide the order."""
-    layouts = dict(re.findall(r"^(#\w+) = (.*)$", text, re.M))
-    sums = re.findall(r'"tt\.reduce".*?\}\) : \((.*?)\) ->', text, re.S)
-    return [re.sub(r"#\w+(?=>)", lambda name: layouts.get(name[0], name[0]), operands) for operands in sums]
+def summed_elements(text: str) -> set[int]:
+    """How many elements a kernel in Triton's GPU dialect adds up at once; of more than two, layouts have the order."""
+    sums = re.findall(r'"tt\.reduce".*?axis = (\d+) : i32.*?\}\) : \(tensor<([\dx]+)x[a-z]', text, re.S)
+    return {int(shape.split("x")[int(axis)]) for axis, shape in sums}
 
 
 def main():
@@ -100,7 +99,6 @@ def main():
         for arch, warp_size in targets:
             found: list = []
             compile_all(compiled_for(backend, arch, warp_size, found), {"cuda": "cuda", "hip": "rocm"}[backend])
-            sums = {}
             for name, kernel in found:
                 print(arch, name, "shared memory", kernel.metadata.shared, flush=True)
                 assert kernel.metadata.shared <= SHARED_BYTES[arch], (arch, name)
@@ -108,11 +106,7 @@ def main():
                     # A product without a rounding mode is one that the assembler may contract.
                     assert "mul.f32" not in kernel.asm["ptx"], name
                 if name in ("forward_kernel", "verify_kernel"):
-                    sums.setdefault(name, []).append(sum_layouts(kernel.asm["ttgir"]))
-            # The two with one pool dtype: one token a row, several, and the verify. The last forward has odd heads.
-            forward, verify = sums["forward_kernel"], sums["verify_kernel"]
-            assert forward[0] == forward[1] == verify[0], arch
-            assert forward[2] == forward[3] == verify[1], arch
+                    assert summed_elements(kernel.asm["ttgir"]) == {2}, (arch, name)
 
 
 if __name__ == "__main__":

@@ -273,6 +273,17 @@ def test_verify_and_fold(ring_dtype, padding, pool):
         assert_close(folded[[4, 2]], forward_pool[[4, 2]], 1e-2)
 
 
+@pytest.mark.parametrize("pool", ["float32", "bfloat16"])
+def test_one_token_a_row_sums_as_several_do(pool):
+    """Rows of one token have a tile of their own; a first token is the same in both."""
+    several = make([2, 2], (1, 1, 128, 128), [1, 0], pool=pool)
+    qkv, decay, beta = (x[::2] for x in several[:3])
+    one = qkv, decay, beta, *several[3:5], jnp.asarray([0, 1, 2], jnp.int32), several[6]
+    out, _ = FORWARD.recurrence(*one, algorithm="recurrent", precision=None)
+    expected, _ = FORWARD.recurrence(*several, algorithm="recurrent", precision=None)
+    assert_same_bits(out, expected[::2])
+
+
 def test_fold_of_layers():
     rng = np.random.default_rng(0)
     pool = rng.standard_normal((7, 2, 20, 12)).astype(np.float32)
@@ -373,7 +384,7 @@ def test_refusals(sizes, dtype, algorithm, reason):
 
 
 def test_compiles_for_gpus_that_are_not_there():
-    """For Ampere, Hopper and CDNA3, within their shared memory; forward and verify sum in the same layouts."""
+    """For Ampere, Hopper and CDNA3, within their shared memory; no sum's order is left to a layout."""
     environment = dict(os.environ, TRITON_INTERPRET="0", JAX_PLATFORMS="cpu")
     root = Path(__file__).parent.parent
     command = [sys.executable, "-m", "tests.compile_triton"]

@@ -17,12 +17,12 @@ from gdn_jax.recurrence import triton_chunked
 def forward_kernel(
     qkv, decay, beta, slot_idx, offsets, has_initial_state, T, B, MAX_SLOTS, pool, out,
     pool_again: tl.constexpr, NK: tl.constexpr, NV: tl.constexpr, KD: tl.constexpr,
-    VD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SCALE: tl.constexpr,
-    AHEAD: tl.constexpr,
+    VD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SPREAD: tl.constexpr,
+    SCALE: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     run_row(
         qkv, decay, beta, slot_idx, offsets, has_initial_state, pool, out, None, None, T, B, MAX_SLOTS, 0, NK, NV, KD,
-        VD, ROWS, COLUMNS, SCALE, AHEAD, -1, 0,
+        VD, ROWS, COLUMNS, SPREAD, SCALE, AHEAD, -1, 0,
     )  # fmt: skip
 
 

@@ -11,11 +11,12 @@ def verify_kernel(
     qkv, decay, beta, slot_idx, ring_slot_idx, offsets, has_initial_state, T, B, MAX_SLOTS, RING_ROWS, pool, ring, out,
     pool_again: tl.constexpr, ring_again: tl.constexpr, NK: tl.constexpr, NV: tl.constexpr,
     KD: tl.constexpr, VD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    SCALE: tl.constexpr, AHEAD: tl.constexpr, RING_LEN: tl.constexpr, STRIDE: tl.constexpr,
+    SPREAD: tl.constexpr, SCALE: tl.constexpr, AHEAD: tl.constexpr, RING_LEN: tl.constexpr,
+    STRIDE: tl.constexpr,
 ):  # fmt: skip
     run_row(
         qkv, decay, beta, slot_idx, offsets, has_initial_state, pool, out, ring, ring_slot_idx, T, B, MAX_SLOTS,
-        RING_ROWS, NK, NV, KD, VD, ROWS, COLUMNS, SCALE, AHEAD, RING_LEN, STRIDE,
+        RING_ROWS, NK, NV, KD, VD, ROWS, COLUMNS, SPREAD, SCALE, AHEAD, RING_LEN, STRIDE,
     )  # fmt: skip
 
 
