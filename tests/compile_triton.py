@@ -74,7 +74,8 @@ def compile_all(call, platform: str):
         fold.state_fold(args[3], ring, layers, layers, args[4], args[6])
     odd = rows(256, 64, (2, 6, 40, 24), tokens="float16", pool="float16")
     forward.recurrence(*odd, algorithm="recurrent", precision=None)
-    forward.recurrence(*rows(8192, 8, (16, 32, 128, 128)), algorithm="chunked", precision=None)
+    for num_rows in (1, 8):
+        forward.recurrence(*rows(8192, num_rows, (16, 32, 128, 128)), algorithm="chunked", precision=None)
     conv.conv1d(
         shape(8192, 8192, dtype="bfloat16"),
         shape(8192, 4, dtype="bfloat16"),

@@ -191,16 +191,17 @@ def test_chunked(name):
     check_recurrence(args, out, pool, budget, budget + BUDGET[pool.dtype.name])
 
 
-def test_chunked_resets_and_repeated_keys():
+@pytest.mark.parametrize(("tokens", "budget"), [("float32", 1e-5), ("bfloat16", 4e-3)])
+def test_chunked_resets_and_repeated_keys(tokens, budget):
     """Decays of 0 and of what products underflow on; one key for all tokens with beta 1."""
-    args = list(make([100, 28], (1, 1, 16, 16), [0, 1]))
+    args = list(make([100, 28], (1, 1, 16, 16), [0, 1], tokens=tokens))
     rng = np.random.default_rng(3)
     values = np.array([0, 1e-45, 1e-38, 1e-12, 1], np.float32)
     args[1] = jnp.asarray(rng.choice(values, args[1].shape, p=[0.05, 0.05, 0.05, 0.05, 0.8]))
     args[2] = jnp.ones_like(args[2])
     args[0] = args[0].at[:, 16:32].set(args[0][0, 16:32])
     out, pool = FORWARD.recurrence(*args, algorithm="chunked", precision="highest")
-    check_recurrence(args, out, pool, 1e-5, 1e-5)
+    check_recurrence(args, out, pool, budget, budget)
 
 
 @pytest.mark.parametrize("alternate", [False, True])

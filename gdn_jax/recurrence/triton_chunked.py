@@ -11,7 +11,8 @@ the blocks that its row reaches into, with gamma the products of decays since th
 
     D = V - gamma K S        out = gamma Q S + W D        S <- gamma_end S + (K to_end)^T (T D)
 
-Products of decays are taken as products: a decay of 0 is a reset, and no quotient underflows.
+gamma and gamma_end are products of decays: a decay of 0 is a reset. So is G for float32 tokens. For others it is an
+exponential of a difference of cumulative logarithms, with at least MIN_LOG2 for a token. No quotient underflows.
 
 With one key repeated and beta 1, T D is the differences of neighbouring values, which K^T sums up again, and with them
 a block's roundings. So T D is rounded to two bfloat16 numbers each, and outputs do not go through it: W, the product of
@@ -43,6 +44,8 @@ CHUNKED_FROM = 24
 """Average tokens of a row from which algorithm="auto" takes the chunked form."""
 _MULTIPROCESSORS = 128
 """Tiles are halved where there are fewer."""
+MIN_LOG2 = tl.constexpr(-32.0)
+"""What a token counts for behind a smaller decay, 0 among them, is nothing in 16 bits; and sums keep their digits."""
 _OPERANDS = {"bfloat16": tl.bfloat16, "float16": tl.float16, "float32": tl.float32}
 _LARGEST_ENTRY = {"bfloat16": 2.25, "float16": 2.25, "float32": 256.0}
 """What an entry of L and A may be, by the dtype of tokens. Within the contract that is about 1; but tokens outside all
@@ -72,8 +75,7 @@ def unit_lower_inverse(L, SIZE: tl.constexpr, STEPS: tl.constexpr, OPERAND: tl.c
     row, column = tl.arange(0, SIZE)[:, None], tl.arange(0, SIZE)[None, :]
     X = tl.where(row == column, 1.0, 0.0) - tl.where(row // 2 == column // 2, L, 0.0)
     for step in tl.static_range(1, STEPS):
-        half = 1 << step
-        between = (row // (2 * half) == column // (2 * half)) & (row // half != column // half)
+        between = (row ^ column) >> step == 1
         X -= dot(dot(X, tl.where(between, L, 0.0), OPERAND, PRECISION), X, OPERAND, PRECISION)
     return X
 
@@ -96,14 +98,29 @@ def in_live_rows(slot_idx, offsets, token, B, MAX_SLOTS, ROWS: tl.constexpr):
 
 
 @triton.jit
+def load_decays(decay, token, inside, last, NV: tl.constexpr):
+    """Decays of a block's tokens, 1 where not inside; and those of the tokens after them, 1 for the last's."""
+    at = decay + tl.cast(token, tl.int64) * NV
+    return tl.load(at, mask=inside, other=1.0), tl.load(at + NV, mask=inside & (token < last), other=1.0)
+
+
+@triton.jit
+def factors(d, next_d, key_scale, query_scale):
+    """What K S, Q S and the changes of a block are multiplied by, and the state itself."""
+    gamma, to_end = tl.cumprod(d, 0), tl.cumprod(next_d, 0, reverse=True)
+    return gamma * key_scale, gamma * query_scale, to_end * key_scale, tl.reduce(d, 0, product)
+
+
+@triton.jit
 def prepare_kernel(
-    qkv, decay, beta, slot_idx, offsets, T, B, MAX_SLOTS, solved, weights, scales,
+    qkv, decay, beta, slot_idx, offsets, T, B, MAX_SLOTS, solved, weights, scales, gates, spans,
     NK: tl.constexpr, NV: tl.constexpr, KD: tl.constexpr, VD: tl.constexpr, ROWS: tl.constexpr,
     SIZE: tl.constexpr, STEPS: tl.constexpr, SCALE: tl.constexpr, SEARCH: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr, INVERSE: tl.constexpr,
     LARGEST: tl.constexpr,
 ):  # fmt: skip
-    """T and W `[blocks, NV, SIZE, SIZE]` of one block and key head, and the norms' factors `[2, T, NK]`."""
+    """Of one block and key head: T and W `[blocks, NV, SIZE, SIZE]`, the norms' factors `[2, T, NK]`, and `factors`
+    `[blocks, NV, 3, SIZE]` and `[blocks, NV]` for rows that go through the whole block."""
     GROUP: tl.constexpr = NV // NK
     block, hk = tl.program_id(0) // NK, tl.program_id(0) % NK
     index = tl.arange(0, SIZE)
@@ -112,7 +129,9 @@ def prepare_kernel(
     is_live, together = in_live_rows(slot_idx, offsets, token, B, MAX_SLOTS, SEARCH)
     live = (token < T) & is_live
     key_index = tl.arange(0, ROWS)
-    at = qkv + tl.cast(token, tl.int64)[:, None] * (2 * NK * KD + NV * VD) + key_index[None, :]
+    # Offsets within a block are 32 bits.
+    WIDTH: tl.constexpr = 2 * NK * KD + NV * VD
+    at = qkv + tl.cast(block, tl.int64) * (SIZE * WIDTH) + (index[:, None] * WIDTH + key_index[None, :])
     inside = live[:, None] & (key_index < KD)[None, :]
     query = tl.load(at + hk * KD, mask=inside, other=0.0)
     key = tl.load(at + (NK + hk) * KD, mask=inside, other=0.0)
@@ -129,11 +148,20 @@ def prepare_kernel(
     row, column = index[:, None], index[None, :]
     for member in range(GROUP):
         h = hk * GROUP + member
-        gate = tl.cast(token, tl.int64) * NV + h
-        d = tl.load(decay + gate, mask=live, other=1.0)
-        bt = tl.load(beta + gate, mask=live, other=0.0)
-        after = tl.where(row > column, tl.broadcast_to(d[:, None], (SIZE, SIZE)), 1.0)
-        G = tl.where(row >= column, tl.cumprod(after, 0), 0.0)
+        head = tl.cast(block, tl.int64) * NV + h
+        d, next_d = load_decays(decay + h, token, live, tl.minimum((block + 1) * SIZE, T) - 1, NV)
+        bt = tl.load(beta + tl.cast(block, tl.int64) * (SIZE * NV) + h + index * NV, mask=live, other=0.0)
+        from_keys, from_queries, to_keys, span = factors(d, next_d, key_scale, query_scale)
+        gate_at = gates + head * (3 * SIZE) + index
+        tl.store(gate_at, from_keys)
+        tl.store(gate_at + SIZE, from_queries)
+        tl.store(gate_at + 2 * SIZE, to_keys)
+        tl.store(spans + head, span)
+        if OPERAND.primitive_bitwidth == 16:
+            total = tl.cumsum(tl.maximum(tl.math.log2(d), MIN_LOG2), 0)
+            G = tl.math.exp2(tl.minimum(total[:, None] - total[None, :], 0.0))
+        else:
+            G = tl.cumprod(tl.where(row > column, tl.broadcast_to(d[:, None], (SIZE, SIZE)), 1.0), 0)
         L = tl.where(row > column, keys_keys * G * bt[:, None], 0.0)
         A = tl.where(row >= column, queries_keys * G, 0.0)
         sound = (tl.abs(L) <= LARGEST) & (tl.abs(A) <= LARGEST)
@@ -141,21 +169,36 @@ def prepare_kernel(
         W = dot(tl.where(sound, A, 0.0), X, INVERSE, PRECISION)
         # A row with such a token is told so; the others are as if it were not there.
         factor = tl.where(sound, tl.broadcast_to(bt[None, :], (SIZE, SIZE)), float("nan"))
-        to = ((tl.cast(block, tl.int64) * NV + h) * SIZE + row) * SIZE + column
-        tl.store(solved + to, tl.where(together, X * factor, 0.0).to(solved.dtype.element_ty))
-        tl.store(weights + to, tl.where(together, W * factor, 0.0).to(weights.dtype.element_ty))
+        to = row * SIZE + column
+        tl.store(solved + head * (SIZE * SIZE) + to, tl.where(together, X * factor, 0.0).to(solved.dtype.element_ty))
+        tl.store(weights + head * (SIZE * SIZE) + to, tl.where(together, W * factor, 0.0).to(weights.dtype.element_ty))
+
+
+@triton.jit
+def times(a, b, TRANSPOSED: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
+    """`a b`, with b and the product transposed or not."""
+    if TRANSPOSED:
+        return dot(b, tl.trans(a), OPERAND, PRECISION)
+    else:
+        return dot(a, b, OPERAND, PRECISION)
+
+
+@triton.jit
+def each_token(x, TRANSPOSED: tl.constexpr):
+    return x[None, :] if TRANSPOSED else x[:, None]
 
 
 @triton.jit
 def advance_kernel(
-    qkv, decay, slot_idx, offsets, has_initial_state, solved, weights, scales, T, B, MAX_SLOTS, pool, out,
+    qkv, decay, slot_idx, offsets, has_initial_state, solved, weights, scales, gates, spans, T, B, MAX_SLOTS, pool, out,
     pool_again: tl.constexpr, NK: tl.constexpr, NV: tl.constexpr, KD: tl.constexpr,
     VD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SIZE: tl.constexpr,
-    OPERAND: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    OPERAND: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
     """Takes one tile of one state through the blocks of its row.
 
-    Transposed, so that the state, the residuals and the changes are left operands: those may be in registers.
+    Transposed, the state, the residuals and the changes are left operands: those may be in registers. But a Hopper's
+    products have at least 64 rows, which half a tile has not.
     """
     TILES: tl.constexpr = (VD + COLUMNS - 1) // COLUMNS
     WIDTH: tl.constexpr = 2 * NK * KD + NV * VD
@@ -171,7 +214,9 @@ def advance_kernel(
     if live & (end > start):
         state_at = pool + (slot * NV + h) * (KD * VD) + key_index[:, None] * VD + value_index[None, :]
         inside = is_key[:, None] & is_value[None, :]
-        S = tl.trans(load_float(state_at, inside & has_state))
+        S = load_float(state_at, inside & has_state)
+        if TRANSPOSED:
+            S = tl.trans(S)
         for block in tl.range(start // SIZE, (end + SIZE - 1) // SIZE, num_stages=STAGES):
             token = block * SIZE + index
             in_row = (token >= start) & (token < end)
@@ -184,27 +229,31 @@ def advance_kernel(
             square = ((tl.cast(block, tl.int64) * NV + h) * SIZE + index[:, None]) * SIZE + index[None, :]
             T_block = tl.load(solved + square, mask=in_row[:, None], other=0.0)
             W_block = tl.load(weights + square, mask=in_row[:, None], other=0.0)
-            gate = decay + tl.cast(token, tl.int64) * NV + h
-            d = tl.load(gate, mask=in_row, other=1.0)
-            next_d = tl.load(gate + NV, mask=in_row & (token + 1 < end) & (index + 1 < SIZE), other=1.0)
-            scale_at = scales + tl.cast(token, tl.int64) * NK + hk
-            key_scale = tl.load(scale_at, mask=in_row, other=0.0)
-            query_scale = tl.load(scale_at + tl.cast(T, tl.int64) * NK, mask=in_row, other=0.0)
-            gamma = tl.cumprod(d, 0)
-            to_end = tl.cumprod(next_d, 0, reverse=True)
+            head = tl.cast(block, tl.int64) * NV + h
+            gate_at = gates + head * (3 * SIZE) + index
+            from_keys, from_queries, to_keys = tl.load(gate_at), tl.load(gate_at + SIZE), tl.load(gate_at + 2 * SIZE)
+            span = tl.load(spans + head)
+            if (block * SIZE < start) | (block * SIZE + SIZE > end):
+                d, next_d = load_decays(decay + h, token, in_row, tl.minimum((block + 1) * SIZE, end) - 1, NV)
+                scale_at = scales + tl.cast(token, tl.int64) * NK + hk
+                key_scale = tl.load(scale_at, mask=in_row, other=0.0)
+                query_scale = tl.load(scale_at + tl.cast(T, tl.int64) * NK, mask=in_row, other=0.0)
+                from_keys, from_queries, to_keys, span = factors(d, next_d, key_scale, query_scale)
             state = S.to(OPERAND)
-            residual = tl.trans(value).to(tl.float32)
-            residual -= (gamma * key_scale)[None, :] * dot(state, tl.trans(key), OPERAND, PRECISION)
+            residual = (tl.trans(value) if TRANSPOSED else value).to(tl.float32)
+            residual -= each_token(from_keys, TRANSPOSED) * times(key, state, TRANSPOSED, OPERAND, PRECISION)
             residual = residual.to(OPERAND)
-            o = (gamma * query_scale)[None, :] * dot(state, tl.trans(query), OPERAND, PRECISION)
-            change = (to_end * key_scale)[None, :] * dot(residual, tl.trans(T_block), OPERAND, PRECISION)
-            o += dot(residual, tl.trans(W_block), OPERAND, PRECISION)
-            S = tl.reduce(d, 0, product) * S + dot(change, key, OPERAND, PRECISION)
+            o = each_token(from_queries, TRANSPOSED) * times(query, state, TRANSPOSED, OPERAND, PRECISION)
+            change = each_token(to_keys, TRANSPOSED) * times(T_block, residual, TRANSPOSED, OPERAND, PRECISION)
+            o += times(W_block, residual, TRANSPOSED, OPERAND, PRECISION)
+            keys = tl.trans(key)
+            S = span * S + times(keys, change, TRANSPOSED, OPERAND, PRECISION)
             if OPERAND.primitive_bitwidth == 16:
-                S += dot(change - change.to(OPERAND).to(tl.float32), key, OPERAND, PRECISION)
+                rest = change - change.to(OPERAND).to(tl.float32)
+                S += times(keys, rest, TRANSPOSED, OPERAND, PRECISION)
             out_at = out + tl.cast(token, tl.int64)[:, None] * (NV * VD) + (h * VD + value_index)[None, :]
-            tl.store(out_at, tl.trans(o).to(out.dtype.element_ty), values_inside)
-        tl.store(state_at, tl.trans(S).to(pool.dtype.element_ty), inside)
+            tl.store(out_at, (tl.trans(o) if TRANSPOSED else o).to(out.dtype.element_ty), values_inside)
+        tl.store(state_at, (tl.trans(S) if TRANSPOSED else S).to(pool.dtype.element_ty), inside)
     if not live:
         zero_tokens(out, start, end, h * VD + value_index, is_value, NV * VD)
     zero_uncovered(offsets, out, h * VD + value_index, is_value, b, B, T, NV * VD)
@@ -222,7 +271,8 @@ def recurrence(operands, recurrent_state):
     half = qkv.dtype == jnp.bfloat16
     # Wider tiles of float32 do not fit into registers: small ones are compiled to nothing but spills.
     columns = min(max(triton.next_power_of_2(vd), 16), 64 if half else 32 if rows > 32 else 16)
-    if batch * nv * triton.cdiv(vd, columns) < _MULTIPROCESSORS:
+    few = batch * nv * triton.cdiv(vd, columns) < _MULTIPROCESSORS
+    if few:
         columns = min(columns, 32)
     # One product of float32 operands as tf32 cuts their last 13 bits off, and misses the budget; three keep them.
     rocm = has_local_device("rocm")
@@ -234,7 +284,8 @@ def recurrence(operands, recurrent_state):
         prepare_kernel,
         [qkv, decay, beta, slot_idx, offsets, num_tokens, batch, max_slots],
         [],
-        [squares, squares, shape((2, num_tokens, nk), jnp.float32)],
+        [squares, squares]
+        + [shape(dims, jnp.float32) for dims in ((2, num_tokens, nk), (blocks, nv, 3, CHUNK), (blocks, nv))],
         grid=(blocks * nk,),
         num_warps=4,
         ROWS=rows,
@@ -260,7 +311,8 @@ def recurrence(operands, recurrent_state):
         OPERAND=tl.bfloat16 if half else tl.float32,
         PRECISION=exact,
         # AMD's 64 KB of shared memory hold one stage.
-        STAGES=2 if half and rows <= 128 and not rocm else 1,
+        STAGES=1 if rocm or not half else 3 if few else 2,
+        TRANSPOSED=not (half and few),
         **common,
     )
     return out, pool
