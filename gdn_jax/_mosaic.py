@@ -45,13 +45,13 @@ def state_layout(tile: int):
     return plgpu.Layout.TILED(tiling, (-5,), (-4, -3), -1)
 
 
-def row_layout(width: int, itemsize: int):
+def row_layout(width: int, itemsize: int, most_rows: int = 16):
     """Layout of a block of whole rows as they lie in memory, and the rows that the 4 warps cover in one access.
 
     A warp covers `32 / lanes` rows of `lanes * vec` columns: the widest vectors first, then as much of a row as fits.
-    At least 8 lanes share a row, so the rows of an access are 4, 8 or 16.
+    The rows of an access are 4, 8 or 16, at most `most_rows`.
     """
-    vec = math.gcd(16 // itemsize, width // 8)
+    vec = math.gcd(16 // itemsize, width * most_rows // 128)
     lanes = math.gcd(32, width // vec)
     rows = 32 // lanes
     cols = lanes * vec

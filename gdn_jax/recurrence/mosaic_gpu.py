@@ -11,6 +11,7 @@ so a token costs one round of shuffles, and the new state is off the path to its
 
 import dataclasses
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -63,8 +64,6 @@ _UNROLL = 4
 """Chunks of a state in shared memory that are in registers together."""
 _PIECES = 4
 """Bulk copies that a tile comes in, if its rows can be cut so."""
-_PAIR = 2 * KEY_ROWS
-"""Rows of a state in which each of the running sums of a column gets one product."""
 
 
 def unsupported(
@@ -130,6 +129,25 @@ class Plan:
     run: int = 1
 
 
+class RunRow(NamedTuple):
+    """What a program with a short window knows ahead of the row of a run.
+
+    Attributes:
+        slot: of the pool.
+        start, end: tokens.
+        busy: whether there is anything to compute; not beyond the program's last run.
+        has_state: whether the row begins with what its slot holds.
+        ring_slot: where its records go, if there is a ring.
+    """
+
+    slot: jax.Array
+    start: jax.Array
+    end: jax.Array
+    busy: jax.Array
+    has_state: jax.Array
+    ring_slot: jax.Array | None
+
+
 def plan_rows(num_tokens, batch, num_key_heads, num_value_heads, key_dim, value_dim, dtypes, records) -> Plan:
     """`dtypes` are those of tokens and pool; `records` says whether rows write records, as in a verify."""
 
@@ -145,7 +163,8 @@ def plan_rows(num_tokens, batch, num_key_heads, num_value_heads, key_dim, value_
         wide = value_tile(value_dim, _ROWS_BYTES // (key_dim * dtypes[1].itemsize))
         return Plan(wide if programs(wide) >= _ROWS_PROGRAMS else tile, rows=True)
     group = num_value_heads // num_key_heads
-    if num_tokens < max(16, 8 * batch):
+    # A row of several short windows loads keys and gates once a tile, which costs less if its state is not written.
+    if num_tokens <= 16 * batch if records else num_tokens < max(16, 8 * batch):
         most = _SHORT_WARPGROUPS
         wide = value_tile(value_dim, 2 * _TILE_ELEMENTS // key_dim)
         if wide > tile and programs(wide) >= 2 * _PROGRAMS:
@@ -172,7 +191,7 @@ def window_buffers(plan, key_dim, group, dtypes, records) -> list[tuple[tuple[in
     window, tile = plan.window, plan.tile
     buffers = [((key_dim, tile), pool), ((window, key_dim), f32), ((window, key_dim), f32)]
     if window == _SHORT_WINDOW:
-        buffers.append(((3, window), f32))
+        buffers += [((3, window), f32), ((2, window, key_dim), token)]
     else:
         buffers += [((5, window), f32), ((2, window, key_dim), token), ((2, window, key_dim), token)]
     buffers.append(((2, window, tile), token))
@@ -191,22 +210,20 @@ def shared_bytes(plan, key_dim, group, dtypes, records) -> int:
 
 
 def add_products(totals, state, keys, queries):
-    """Adds `state * key` and `state * query`, lists of chunks, to the running sums: (key, query) x (even, odd chunks).
+    """Adds `state * key` and `state * query`, lists of chunks, to the running sums of either, one a row of a chunk.
 
     This and `finish_sums` are the one order of sums that every path keeps.
     """
-    (key_even, key_odd), (query_even, query_odd) = totals
-    for c in range(0, len(state), 2):
-        key_even += state[c] * keys[c]
-        key_odd += state[c + 1] * keys[c + 1]
-        query_even += state[c] * queries[c]
-        query_odd += state[c + 1] * queries[c + 1]
-    return (key_even, key_odd), (query_even, query_odd)
+    against_key, against_query = totals
+    for s, key, query in zip(state, keys, queries, strict=True):
+        against_key += s * key
+        against_query += s * query
+    return against_key, against_query
 
 
 def finish_sums(totals):
     """`S^T k` and `S^T q`."""
-    return [jnp.sum(even + odd, axis=0) for even, odd in totals]
+    return [jnp.sum(total, axis=0) for total in totals]
 
 
 class KeyVectors:
@@ -284,14 +301,14 @@ def zero_tokens(out, start, end, columns, layout):
     lax.fori_loop(start, end, zero, 0)
 
 
-def zero_uncovered(offsets, out, columns, layout, b, batch):
+def zero_uncovered(offsets, ends, out, columns, layout, b, batch):
     """Zeroes, in `columns`, the tokens of no row among the chunks `b, b + batch, ..` of the token array.
 
     If the offsets begin at the first token and end at the last, every token lies in a row, however they run
     between; the search is for the other case.
     """
     num_tokens = out.shape[0]
-    first, last = offsets[0], offsets[batch]
+    first, last = ends
 
     @pl.when((first > 0) | (last < num_tokens))
     def _():
@@ -344,7 +361,7 @@ def run_rows(tokens, rows, pool, ring=None, ring_slot_idx=None, *, plan=None, in
     num_tiles = value_dim // tile
     num_programs = batch * num_value_heads * num_tiles
     chunks = [pl.ds(c, KEY_ROWS) for c in range(0, key_dim, KEY_ROWS)]
-    num_pieces = math.gcd(key_dim // _PAIR, _PIECES)
+    num_pieces = math.gcd(len(chunks), _PIECES)
     one_key = KeyVectors(key_dim)
 
     class Tile:
@@ -360,7 +377,19 @@ def run_rows(tokens, rows, pool, ring=None, ring_slot_idx=None, *, plan=None, in
 
         def load(self, refs, exists):
             """The state, zeros where it does not exist yet."""
-            return lax.cond(exists, lambda: [load(ref, self.layout) for ref in refs], lambda: self.zeros(len(refs)))
+            # By selection, not by a branch: the loads then do not wait for what decides.
+            (zero,) = self.zeros(1)
+            return [jnp.where(exists, load(ref, self.layout), zero) for ref in refs]
+
+        def load_shared(self, refs, exists):
+            """The same from shared memory that holds anything at all if the state does not exist."""
+
+            @pl.when(jnp.logical_not(exists))
+            def _():
+                # Every lane clears what it reads itself.
+                self.store(refs, self.zeros(len(refs)))
+
+            return [load(ref, self.layout) for ref in refs]
 
         def store(self, refs, state):
             for ref, s in zip(refs, state, strict=True):
@@ -369,16 +398,13 @@ def run_rows(tokens, rows, pool, ring=None, ring_slot_idx=None, *, plan=None, in
         def load_keys(self, refs):
             return [along_values(load(ref, self.key_layout), self.width, self.layout) for ref in refs]
 
-        def no_sums(self):
-            return (tuple(self.zeros(2)),) * 2
-
         def update(self, state, keys, factor, decay):
             spread = along_keys(factor, KEY_ROWS, self.layout)
             return [update(s, k, spread, decay) for s, k in zip(state, keys, strict=True)]
 
         def step(self, state, keys, queries, value, gates, needed=None):
             """New state (the old one where `needed` is false), output and delta factor."""
-            sums = finish_sums(add_products(self.no_sums(), state, keys, queries))
+            sums = finish_sums(add_products(self.zeros(2), state, keys, queries))
             out, factor = token_output(sums, value, gates)
 
             def updated():
@@ -396,10 +422,12 @@ def run_rows(tokens, rows, pool, ring=None, ring_slot_idx=None, *, plan=None, in
 
         def __init__(self, width):
             self.width = width
-            self.layout, rows = row_layout(width, pool.dtype.itemsize)
-            self.unit = max(rows, KEY_ROWS)
+            self.layout, _ = row_layout(width, pool.dtype.itemsize, KEY_ROWS)
             self.key_layout, self.factor_layout = self.layout.reduce(1), self.layout.reduce(0)
             self.value_layout = vector_layout(width)
+
+        def zeros(self):
+            return zeros((KEY_ROWS, self.width), self.layout)
 
         def load(self, refs):
             return [load(ref, self.layout) for ref in refs]
@@ -407,27 +435,14 @@ def run_rows(tokens, rows, pool, ring=None, ring_slot_idx=None, *, plan=None, in
         def load_keys(self, refs):
             return [along_values(load(ref, self.key_layout), self.width, self.layout) for ref in refs]
 
-        def no_sums(self):
-            return (tuple(zeros((self.unit, self.width), self.layout) for _ in range(_PAIR // self.unit)),) * 2
-
-        def add_products(self, totals, state, keys, queries):
-            """As the function of this name; even and odd chunks may be the two halves of one `unit`."""
-            key_totals, query_totals = map(list, totals)
-            for i, s in enumerate(state):
-                key_totals[i % len(key_totals)] += s * keys[i]
-                query_totals[i % len(query_totals)] += s * queries[i]
-            return tuple(key_totals), tuple(query_totals)
-
         def finish(self, totals, partial_s):
             """`S^T k` and `S^T q`, a column a thread, by way of shared memory."""
-            for which, parts in enumerate(totals):
-                store(partial_s.at[which], sum(parts[1:], start=parts[0]))
+            for which, total in enumerate(totals):
+                store(partial_s.at[which], total)
             plgpu.commit_smem()
             sums = []
             for which in range(2):
-                lanes = [load(partial_s.at[which, i], self.value_layout) for i in range(self.unit)]
-                if self.unit == _PAIR:
-                    lanes = [even + odd for even, odd in zip(lanes[:KEY_ROWS], lanes[KEY_ROWS:], strict=True)]
+                lanes = [load(partial_s.at[which, i], self.value_layout) for i in range(KEY_ROWS)]
                 while len(lanes) > 1:
                     lanes = [a + b for a, b in zip(lanes[::2], lanes[1::2], strict=True)]
                 sums += lanes
@@ -454,26 +469,33 @@ def run_rows(tokens, rows, pool, ring=None, ring_slot_idx=None, *, plan=None, in
             2 * num_key_heads * key_dim + h * value_dim,
         )
 
-    def stage_token(qkv_g, decay_g, beta_g, t, h, keys_s, queries_s):
-        """Puts key and query into shared memory in float32 and returns the gates; ends at a barrier."""
+    def stage_token(qkv_g, decay_g, beta_g, t, h, keys_s, queries_s, gates_s):
+        """Puts key and query into shared memory in float32 and returns the gates; ends at a barrier.
+
+        The compilers move a load down to its use, which for the gates is behind the barrier. Their way through shared
+        memory holds them back, so that all loads of a token are on their way together.
+        """
         key_columns, query_columns, _ = token_columns(h)
         key = one_key.load(qkv_g.at[t, key_columns])
         query = one_key.load(qkv_g.at[t, query_columns])
         one_key.store(keys_s, key)
         one_key.store(queries_s, query)
-        gates = decay_g[t, h], beta_g[t, h], *one_key.scales(key, query)
+        for i, gate in enumerate((decay_g, beta_g)):
+            gates_s[i] = gate[t, h]
+        scales = one_key.scales(key, query)
         plgpu.commit_smem()
-        return gates
+        return gates_s[0], gates_s[1], *scales
 
     def direct(qkv_g, decay_g, beta_g, slot_g, offset_g, has_g, *refs):
         """A tile a program, rows token by token."""
         if ring is None:
-            pool_g, out_g, token_s, *scratch = refs
+            pool_g, out_g, token_s, gates_s, *scratch = refs
         else:
-            ring_slot_g, pool_g, ring_g, out_g, token_s, *scratch = refs
+            ring_slot_g, pool_g, ring_g, out_g, token_s, gates_s, *scratch = refs
         keys_s, queries_s = (token_s.at[i, pl.ds(0, key_dim)] for i in range(2))
         b, h, v0 = where(lax.axis_index("block"))
-        slot = slot_g[b]
+        # All indices at once: each is a trip to memory.
+        slot, has_state = slot_g[b], has_g[b]
         start, end = row_bounds(offset_g, b, num_tokens)
         live = is_row_of(slot, max_slots)
         value_at = token_columns(h)[2]
@@ -483,10 +505,13 @@ def run_rows(tokens, rows, pool, ring=None, ring_slot_idx=None, *, plan=None, in
             """The row over a part of the tile in registers, `at` columns from its left."""
 
             def step(t, state):
-                gates = stage_token(qkv_g, decay_g, beta_g, t, h, keys_s, queries_s)
+                # By shared memory, for the same reason as the gates.
+                value_s = token_s.at[2, pl.ds(0, part.width)]
+                store(value_s, load(qkv_g.at[t, pl.ds(value_at + v0 + at, part.width)], part.value_layout))
+                gates = stage_token(qkv_g, decay_g, beta_g, t, h, keys_s, queries_s, gates_s)
+                value = load(value_s, part.value_layout)
                 keys = part.load_keys([keys_s.at[c] for c in chunks])
                 queries = part.load_keys([queries_s.at[c] for c in chunks])
-                value = load(qkv_g.at[t, pl.ds(value_at + v0 + at, part.width)], part.value_layout)
                 state, out, factor = part.step(state, keys, queries, value, gates)
                 store(out_g.at[t, pl.ds(h * value_dim + v0 + at, part.width)], out)
                 if ring is not None:
@@ -507,7 +532,7 @@ def run_rows(tokens, rows, pool, ring=None, ring_slot_idx=None, *, plan=None, in
 
         def plain():
             state_g = [pool_g.at[slot, h, c, pl.ds(v0, tile)] for c in chunks]
-            state = by_token(whole, whole.load(state_g, has_g[b]), 0)
+            state = by_token(whole, whole.load(state_g, has_state), 0)
 
             @pl.when(True if ring is None else end - start > ring_g.shape[2])
             def _():
@@ -523,22 +548,21 @@ def run_rows(tokens, rows, pool, ring=None, ring_slot_idx=None, *, plan=None, in
             columns = pl.ds(v0, tile)
             size = key_dim // num_pieces
             pieces = [pl.ds(i * size, size) for i in range(num_pieces)]
-            unroll = math.gcd(size // _PAIR, _UNROLL) * (_PAIR // part.unit)
-            rounds = size // part.unit // unroll
+            unroll = math.gcd(size // KEY_ROWS, _UNROLL)
+            rounds = size // KEY_ROWS // unroll
 
             @pl.when(end - start == 1)
             def _():
                 for i, piece in enumerate(pieces):
                     plgpu.copy_gmem_to_smem(pool_g.at[slot, h, piece, columns], state_s.at[piece], arrived.at[i])
-                has_state = has_g[b]
                 value = load(qkv_g.at[start, pl.ds(value_at + v0, tile)], part.value_layout)
-                gates = stage_token(qkv_g, decay_g, beta_g, start, h, keys_s, queries_s)
+                gates = stage_token(qkv_g, decay_g, beta_g, start, h, keys_s, queries_s, gates_s)
 
                 def some(i, r):
                     first = (i * rounds + r) * unroll
-                    return [pl.ds((first + u) * part.unit, part.unit) for u in range(unroll)]
+                    return [pl.ds((first + u) * KEY_ROWS, KEY_ROWS) for u in range(unroll)]
 
-                sums = part.no_sums()
+                sums = part.zeros(), part.zeros()
                 for i in range(num_pieces):
                     plgpu.barrier_wait(arrived.at[i])
 
@@ -547,11 +571,11 @@ def run_rows(tokens, rows, pool, ring=None, ring_slot_idx=None, *, plan=None, in
                         # Every lane clears what it reads itself.
                         for r in range(rounds):
                             for c in some(i, r):
-                                store(state_s.at[c], zeros((part.unit, tile), part.layout))
+                                store(state_s.at[c], part.zeros())
 
                     def read(r, sums, i=i):
                         at = some(i, r)
-                        return part.add_products(
+                        return add_products(
                             sums,
                             part.load([state_s.at[c] for c in at]),
                             part.load_keys([keys_s.at[c] for c in at]),
@@ -565,7 +589,7 @@ def run_rows(tokens, rows, pool, ring=None, ring_slot_idx=None, *, plan=None, in
                 store(factor_s, factor)
                 store(out_g.at[start, out_columns], out)
                 plgpu.commit_smem()
-                spread = along_keys(load(factor_s, part.factor_layout), part.unit, part.layout)
+                spread = along_keys(load(factor_s, part.factor_layout), KEY_ROWS, part.layout)
 
                 def write(r, _):
                     at = some(0, r)
@@ -583,18 +607,18 @@ def run_rows(tokens, rows, pool, ring=None, ring_slot_idx=None, *, plan=None, in
 
                 def slab(j, _):
                     refs = [pool_g.at[slot, h, c, pl.ds(v0 + j * 16, 16)] for c in chunks]
-                    narrow.store(refs, by_token(narrow, narrow.load(refs, has_g[b]), j * 16))
+                    narrow.store(refs, by_token(narrow, narrow.load(refs, has_state), j * 16))
                     return 0
 
                 lax.fori_loop(0, tile // 16, slab, 0)
 
+        # First: what it looks at is then one trip to memory with the other indices.
+        zero_uncovered(offset_g, (offset_g[0], offset_g[batch]), out_g, out_columns, whole.value_layout, b, batch)
         pl.when(live & (end > start))(whole_rows if plan.rows else plain)
 
         @pl.when(jnp.logical_not(live))
         def _():
             zero_tokens(out_g, start, end, out_columns, whole.value_layout)
-
-        zero_uncovered(offset_g, out_g, out_columns, whole.value_layout, b, batch)
 
     num_blocks = min(_MULTIPROCESSORS * max(3 // plan.warpgroups, 1), -(-num_programs // plan.warpgroups))
     num_workers = num_blocks * plan.warpgroups
@@ -604,9 +628,10 @@ def run_rows(tokens, rows, pool, ring=None, ring_slot_idx=None, *, plan=None, in
 
         The tiles of a run have one row and one key head: if the row is one window, its keys, queries, norms and gates
         are computed once for all of them. The values of one window are in one of two stages while those of the next
-        arrive in the other.
+        arrive in the other. Keys and queries that are needed next arrive as soon as the last ones are in use, the gates
+        of the next run are in registers a run ahead, and what its row is is known two runs ahead.
         """
-        *refs, state_arrived, values_arrived = refs
+        *refs, state_arrived, values_arrived, keys_arrived = refs
         if ring is None:
             pool_g, out_g, *scratch = refs
         else:
@@ -614,7 +639,8 @@ def run_rows(tokens, rows, pool, ring=None, ring_slot_idx=None, *, plan=None, in
         warpgroup = lax.axis_index("warpgroup")
         # A block's workers are far apart, so that the last round of runs is spread over all multiprocessors.
         worker = warpgroup * num_blocks + lax.axis_index("block")
-        state_s, keys_s, queries_s, scales_s, values_s, *scratch, gates_s = (ref.at[warpgroup] for ref in scratch)
+        scratch = [ref.at[warpgroup] for ref in scratch]
+        state_s, keys_s, queries_s, scales_s, raw_s, values_s, *scratch, gates_s = scratch
         if ring is not None:
             (factors_s,) = scratch
         vectors = KeyVectors(key_dim, window)
@@ -624,11 +650,12 @@ def run_rows(tokens, rows, pool, ring=None, ring_slot_idx=None, *, plan=None, in
             return (worker + n * num_workers) * plan.run
 
         def row_of(n):
-            """Row of the worker's run n: its slot, its tokens, and whether there is anything to compute."""
+            """Row of the worker's run n."""
             b, _, _ = where(jnp.minimum(first_tile(n), num_programs - 1))
             start, end = row_bounds(offset_g, b, num_tokens)
             slot = slot_g[b]
-            return slot, start, end, is_row_of(slot, max_slots) & (end > start) & (first_tile(n) < num_programs)
+            busy = is_row_of(slot, max_slots) & (end > start) & (first_tile(n) < num_programs)
+            return RunRow(slot, start, end, busy, has_g[b], None if ring is None else ring_slot_g[b])
 
         def value_columns(i):
             """First value column of tile i, among those of all heads."""
@@ -644,35 +671,48 @@ def run_rows(tokens, rows, pool, ring=None, ring_slot_idx=None, *, plan=None, in
             source = qkv_g.at[pl.ds(first, window), columns]
             plgpu.copy_gmem_to_smem(source, values_s.at[stage], values_arrived.at[warpgroup])
 
+        def fetch_keys(first, i):
+            """Keys and queries of tile i in the window that begins at token `first`."""
+            for which, columns in enumerate(token_columns(where(i)[1])[:2]):
+                source = qkv_g.at[pl.ds(first, window), columns]
+                plgpu.copy_gmem_to_smem(source, raw_s.at[which], keys_arrived.at[warpgroup])
+
+        def load_gates(first, n):
+            """Decay and beta of all value heads of the key head of the worker's run n, a window from `first` on."""
+            _, h, _ = where(jnp.minimum(first_tile(n), num_programs - 1))
+            # The array may end before the window does.
+            rows = pl.ds(jnp.minimum(first, num_tokens - window), window)
+            columns = pl.ds(lax.div(h, group) * group, group)
+            return [load(g.at[rows, columns], token_rows_layout(group)) for g in (decay_g, beta_g)]
+
         def fetch_run(n, row, stage):
             """What the worker's run n begins with."""
-            slot, start, _, busy = row
 
-            @pl.when(busy)
+            @pl.when(row.busy)
             def _():
-                fetch_state(slot, first_tile(n))
-                fetch_values(start, first_tile(n), stage)
+                fetch_keys(row.start, first_tile(n))
+                fetch_state(row.slot, first_tile(n))
+                fetch_values(row.start, first_tile(n), stage)
 
         def run_of(n, carry):
-            row, stage = carry
-            b, first_head = where(first_tile(n))[:2]
-            slot, start, end, busy = row
-            next_row = row_of(n + 1)
-            has_state = has_g[b]
-            key_columns, query_columns, _ = token_columns(first_head)
-            gate_columns = pl.ds(lax.div(first_head, group) * group, group)
+            row, next_row, first_gates, stage = carry
+            b = where(first_tile(n))[0]
+            slot, start, end, busy, has_state, ring_slot = row
+            after_next = row_of(n + 2)
+            next_gates = load_gates(next_row.start, n + 1)
+            one_window = end - start <= window
             if ring is None:
                 commits = True
             else:
-                to = ring_row(ring_g, ring_slot_g[b], end - start)
+                to = ring_row(ring_g, ring_slot, end - start)
                 commits = end - start > ring_g.shape[2]
 
             def tile_after(i):
                 """The tile that the worker computes after the run's tile i, and the slot and first token of its row."""
                 in_run = i + 1 < plan.run
                 here = first_tile(n) + i + 1, slot, start
-                there = first_tile(n + 1), next_row[0], next_row[1]
-                return in_run | next_row[3], *(jnp.where(in_run, x, y) for x, y in zip(here, there, strict=True))
+                there = first_tile(n + 1), next_row.slot, next_row.start
+                return in_run | next_row.busy, *(jnp.where(in_run, x, y) for x, y in zip(here, there, strict=True))
 
             def tile_of(i, stage):
                 h, v0 = where(first_tile(n) + i)[1:]
@@ -683,8 +723,7 @@ def run_rows(tokens, rows, pool, ring=None, ring_slot_idx=None, *, plan=None, in
                 def window_of(carry):
                     first, state, stage = carry
                     last = first + window >= end
-                    # The array may end before the window does.
-                    at = jnp.minimum(first, num_tokens - window)
+                    gates_shift = first - jnp.minimum(first, num_tokens - window)
 
                     @pl.when(first > start)
                     def _():
@@ -700,12 +739,11 @@ def run_rows(tokens, rows, pool, ring=None, ring_slot_idx=None, *, plan=None, in
                             1 - stage,
                         )
 
-                    @pl.when((i == 0) | (end - start > window))
+                    @pl.when((i == 0) | jnp.logical_not(one_window))
                     def _():
-                        rows = pl.ds(at, window)
-                        keys = vectors.load(qkv_g.at[rows, key_columns])
-                        queries = vectors.load(qkv_g.at[rows, query_columns])
-                        gates = [load(g.at[rows, gate_columns], token_rows_layout(group)) for g in (decay_g, beta_g)]
+                        gates = lax.cond((i == 0) & (first == start), lambda: first_gates, lambda: load_gates(first, n))
+                        plgpu.barrier_wait(keys_arrived.at[warpgroup])
+                        keys, queries = (vectors.load(raw_s.at[which]) for which in range(2))
                         vectors.store(keys_s, keys)
                         vectors.store(queries_s, queries)
                         for j, gate in enumerate(gates):
@@ -713,15 +751,26 @@ def run_rows(tokens, rows, pool, ring=None, ring_slot_idx=None, *, plan=None, in
                         for j, scale in enumerate(vectors.scales(keys, queries)):
                             store(scales_s.at[j], scale)
                         plgpu.commit_smem()
+                        again = jnp.logical_not(one_window) & (jnp.logical_not(last) | (i + 1 < plan.run))
+
+                        @pl.when(again | next_row.busy)
+                        def _():
+                            of_row = jnp.where(last, start, first + window)
+                            fetch_keys(
+                                jnp.where(again, of_row, next_row.start),
+                                jnp.where(again, first_tile(n), first_tile(n + 1)),
+                            )
 
                     def token(p, state):
-                        held = first + p - at
                         state, out, factor = whole.step(
                             state,
-                            whole.load_keys([keys_s.at[held, c] for c in chunks]),
-                            whole.load_keys([queries_s.at[held, c] for c in chunks]),
+                            whole.load_keys([keys_s.at[p, c] for c in chunks]),
+                            whole.load_keys([queries_s.at[p, c] for c in chunks]),
                             load(values_s.at[stage, p], whole.value_layout),
-                            [*(gates_s[j, held, member] for j in range(2)), *(scales_s[j, held] for j in range(3))],
+                            [
+                                *(gates_s[j, p + gates_shift, member] for j in range(2)),
+                                *(scales_s[j, p] for j in range(3)),
+                            ],
                             needed=None if ring is None else commits | (first + p + 1 < end),
                         )
                         store(out_g.at[first + p, out_columns], out)
@@ -753,10 +802,9 @@ def run_rows(tokens, rows, pool, ring=None, ring_slot_idx=None, *, plan=None, in
                             @pl.when(count < window)
                             def _():
                                 def write(p, _):
-                                    t = first + p
-                                    key, factor, decay = keys_s.at[t - at], factors_s.at[p], gates_s[0, t - at, member]
+                                    record, decay = records.at[first - start + p], gates_s[0, p + gates_shift, member]
                                     write_record(
-                                        records.at[t - start], member, group, v0, key, factor, value_dim, decay
+                                        record, member, group, v0, keys_s.at[p], factors_s.at[p], value_dim, decay
                                     )
                                     return 0
 
@@ -765,7 +813,7 @@ def run_rows(tokens, rows, pool, ring=None, ring_slot_idx=None, *, plan=None, in
                     return first + window, state, 1 - stage
 
                 plgpu.barrier_wait(state_arrived.at[warpgroup])
-                state = whole.load([state_s.at[c] for c in chunks], has_state)
+                state = whole.load_shared([state_s.at[c] for c in chunks], has_state)
                 plgpu.barrier_wait(values_arrived.at[warpgroup])
                 # All warps have the state, and have done with the tile before.
                 plgpu.commit_smem()
@@ -788,23 +836,30 @@ def run_rows(tokens, rows, pool, ring=None, ring_slot_idx=None, *, plan=None, in
 
             stage = lax.cond(busy, lambda: lax.fori_loop(0, plan.run, tile_of, stage), skip)
 
-            def zero(i, _):
-                out_columns = pl.ds(value_columns(first_tile(n) + i), tile)
+            live = is_row_of(slot, max_slots)
 
-                @pl.when(jnp.logical_not(is_row_of(slot, max_slots)))
-                def _():
-                    zero_tokens(out_g, start, end, out_columns, whole.value_layout)
+            @pl.when((ends[0] > 0) | (ends[1] < num_tokens) | jnp.logical_not(live))
+            def _():
+                def zero(i, _):
+                    out_columns = pl.ds(value_columns(first_tile(n) + i), tile)
 
-                zero_uncovered(offset_g, out_g, out_columns, whole.value_layout, b, batch)
-                return 0
+                    @pl.when(jnp.logical_not(live))
+                    def _():
+                        zero_tokens(out_g, start, end, out_columns, whole.value_layout)
 
-            lax.fori_loop(0, plan.run, zero, 0)
-            return next_row, stage
+                    zero_uncovered(offset_g, ends, out_g, out_columns, whole.value_layout, b, batch)
+                    return 0
 
+                lax.fori_loop(0, plan.run, zero, 0)
+
+            return next_row, after_next, next_gates, stage
+
+        ends = offset_g[0], offset_g[batch]
         first_row = row_of(0)
         fetch_run(0, first_row, 0)
         count_runs = lax.div(num_runs - worker + (num_workers - 1), num_workers)
-        lax.fori_loop(0, count_runs, run_of, (first_row, jnp.int32(0)))
+        carry = first_row, row_of(1), load_gates(first_row.start, 0), jnp.int32(0)
+        lax.fori_loop(0, count_runs, run_of, carry)
 
     def streamed(qkv_g, decay_g, beta_g, slot_g, offset_g, has_g, *refs):
         """Tiles one after the other; the next one's state and first tokens are on their way while one is computed.
@@ -947,7 +1002,7 @@ def run_rows(tokens, rows, pool, ring=None, ring_slot_idx=None, *, plan=None, in
 
             def compute():
                 plgpu.barrier_wait(state_arrived.at[warpgroup])
-                state = whole.load([state_s.at[c] for c in chunks], has_g[b])
+                state = whole.load_shared([state_s.at[c] for c in chunks], has_g[b])
                 carry = (start, state, decay, beta, w)
                 _, state, *rest = lax.while_loop(lambda c: c[0] < end, window_of, carry)
 
@@ -967,7 +1022,8 @@ def run_rows(tokens, rows, pool, ring=None, ring_slot_idx=None, *, plan=None, in
                 return [*load_gates(n + 1, next_row[1]), w]
 
             decay, beta, w = lax.cond(busy, compute, skip)
-            zero_uncovered(offset_g, out_g, out_columns, whole.value_layout, b, batch)
+            ends = offset_g[0], offset_g[batch]
+            zero_uncovered(offset_g, ends, out_g, out_columns, whole.value_layout, b, batch)
             return next_row, after_next, decay, beta, w
 
         first_row = bounds(0)
@@ -979,24 +1035,24 @@ def run_rows(tokens, rows, pool, ring=None, ring_slot_idx=None, *, plan=None, in
     f32 = jnp.float32
     threads = {}
     if window:
-        # Values alone, or keys, queries and values in two stages.
-        arrivals, stages = (1, 1) if body is windowed else (3, 2)
+        # Values, and keys with queries, or all of them in two stages.
+        arrivals = [(1, 1), (2, 1)] if body is windowed else [(3, 2)]
         scratch = [
             *(
                 plgpu.SMEM((plan.warpgroups, *shape), dtype)
                 for shape, dtype in window_buffers(plan, key_dim, group, dtypes, ring is not None)
             ),
             plgpu.Barrier(num_barriers=plan.warpgroups),
-            plgpu.Barrier(num_arrivals=arrivals, num_barriers=stages * plan.warpgroups),
+            *(plgpu.Barrier(num_arrivals=n, num_barriers=stages * plan.warpgroups) for n, stages in arrivals),
         ]
         threads = {"num_threads": plan.warpgroups, "thread_name": "warpgroup"}
     else:
-        scratch = [plgpu.SMEM((2, max(key_dim, tile)), f32)]
+        scratch = [plgpu.SMEM((3, max(key_dim, tile)), f32), plgpu.SMEM((2,), f32)]
         if ring is not None:
             scratch.append(plgpu.SMEM((tile,), f32))
         if plan.rows:
             scratch += [
-                plgpu.SMEM((2, Rows(tile).unit, tile), f32),
+                plgpu.SMEM((2, KEY_ROWS, tile), f32),
                 plgpu.SMEM((key_dim, tile), pool.dtype),
                 plgpu.Barrier(num_barriers=num_pieces),
             ]
