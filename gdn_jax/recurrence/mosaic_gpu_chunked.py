@@ -43,6 +43,8 @@ from gdn_jax._ragged import is_live, read_rows, row_bounds, token_rows
 
 C = 64  # tokens of a chunk, and columns of a value tile: the M of a warpgroup product
 LINE = 64  # 16-bit elements of a 128-byte swizzle line
+ROWS = 32  # of a state that are copied at once: 8 KB of float32
+HALF = C // 2  # columns of a tile of W, whose second has only rows from HALF on that are not zero
 SUB = 16  # columns of the compact block-diagonal form in `_prepare`
 SMS = 132  # multiprocessors of an H100 or H200
 LOG2_MIN = -150.0  # a decay of 0; 2**-150 rounds to 0 in float32
@@ -241,26 +243,39 @@ def _row_of(offsets, b, total):
     return start, jnp.maximum(jnp.clip(offsets[b + 1], 0, total) - start, 0)
 
 
-def _first_items(offsets, total, batch):
-    """The item (place in the arrays between the kernels) of the first chunk of each row: int32 [B].
+def _row_table(offsets, has_initial_state, total):
+    """What the kernels look up about a row: int32 [B], twice the chunks of the rows before, plus 1 if it has a state.
+
+    One sum over [B, B], so that XLA makes one small kernel of it.
+    """
+    batch = has_initial_state.shape[0]
+    flags = has_initial_state.astype(i32)
+    if batch == 1:
+        return flags
+    _, length = row_bounds(offsets, total)
+    chunks = (length + (C - 1)) // C
+    row = jnp.arange(batch)[:, None]
+    other = jnp.arange(batch)
+    return jnp.sum(jnp.where(other < row, 2 * chunks, jnp.where(other == row, flags, 0)), 1, dtype=i32)
+
+
+def _first_item(table, b, length, items):
+    """The item (place in the arrays between the kernels, of which there are `items`) of the first chunk of row b.
 
     Rows follow one another without gaps, wherever their tokens lie. Rows that do not overlap need no more than
     `total // C + B` items; what others would need beyond that, they share.
     """
-    if batch == 1:
-        return jnp.zeros((1,), i32)
-    _, length = row_bounds(offsets, total)
-    chunks = (length + (C - 1)) // C
-    return jnp.minimum(jnp.cumsum(chunks) - chunks, total // C + batch - chunks).astype(i32)
+    first = lax.shift_right_logical(table[b], i32(1))
+    return jnp.minimum(first, items - lax.div(length + (C - 1), i32(C)))
 
 
-def _find_row(first_items, item, batch):
-    """The last row whose first item is at most `item`, by bisection; row 0 if there is none."""
+def _find_row(firsts, at, batch):
+    """The last row (or group of rows) of which `firsts` has at most `at`, by bisection; row 0 if there is none."""
     low, high = jnp.int32(0), jnp.int32(batch)
     for _ in range((batch - 1).bit_length()):
         middle = lax.shift_right_logical(low + high, i32(1))
         middle = jnp.minimum(middle, batch - 1)
-        before = first_items[middle] <= item
+        before = firsts[middle] <= at
         low, high = jnp.where(before, middle, low), jnp.where(before, high, middle)
     return low
 
@@ -332,6 +347,49 @@ def _like(array, registers):
     return mgpu.FragmentedArray(_registers=shaped, _layout=array.layout, _is_signed=None)
 
 
+def _running_sum(interpret, ref) -> Any:
+    """The sums of the first elements of a vector [C] in shared memory, every element included in its own."""
+    if interpret is not None:
+        return jnp.cumsum(ref[...])
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(),), return_type=plgpu.ShapeDtypeStruct((C,), jnp.dtype(f32), layout=ROW)
+    )
+    def add_up(_, source):
+        single, word = ir.F32Type.get(), ir.IntegerType.get_signless(32)
+
+        def from_lane(x, lane):
+            shuffle = "shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;"
+            return llvm.inline_asm(single, [x, lane], shuffle, "=f,f,r")
+
+        def number(n):
+            return arith.constant(word, n)
+
+        # Every warp adds up all of it: a lane has element `lane` of the first half and of the second.
+        lane, halves = llvm.inline_asm(word, [], "mov.u32 $0, %laneid;", "=r"), []
+        for first in (0, 32):
+            x = memref.load(source, [arith.index_castui(ir.IndexType.get(), arith.addi(lane, number(first)))])
+            for distance in (1, 2, 4, 8, 16):
+                add_lower = (
+                    "{.reg .pred has; .reg .f32 lower;"
+                    f"shfl.sync.up.b32 lower|has, $1, {distance}, 0, 0xffffffff;"
+                    "mov.f32 $0, $1; @has add.f32 $0, $1, lower;}"
+                )
+                x = llvm.inline_asm(single, [x], add_lower, "=&f,f")
+            halves.append(x)
+        halves[1] = arith.addf(halves[1], from_lane(halves[0], number(31)))
+
+        def element(_, idx):
+            row = arith.index_castui(word, idx[0])
+            in_second = arith.cmpi(arith.CmpIPredicate.uge, row, number(32))  # the same in all of a warp
+            return from_lane(arith.select(in_second, halves[1], halves[0]), arith.andi(row, number(31)))
+
+        zero = mgpu.FragmentedArray.splat(arith.constant(single, 0.0), (C,), layout=ROW.to_mgpu())
+        return zero.foreach(element, create_array=True)
+
+    return add_up(ref)  # pyright: ignore[reportCallIssue]
+
+
 def _warpgroup_barrier(interpret):
     """What any warp of the warpgroup has stored to shared memory, the others may load from here on."""
     if interpret is not None:
@@ -345,11 +403,13 @@ def _warpgroup_barrier(interpret):
 
 
 def _heads_at_once(group):
-    """Value heads of a place in `_prepare`: all of a key head, or so many that their gates come in 8 columns.
-
-    With 12 columns no second CTA fits on a multiprocessor.
-    """
+    """Value heads of a place in `_prepare`: all of a key head, or so many that their gates come in 8 columns."""
     return max(n for n in (1, 2, 3, 4, 5, 8) if group % n == 0)
+
+
+def _units(key_dim):
+    """Warpgroups of a CTA that prepare chunks, each its own: as many as its memory has room for."""
+    return 1 if key_dim == 256 else 2
 
 
 def _gate_columns(heads):
@@ -368,7 +428,7 @@ def _pad_gates(x, nk):
     return jnp.pad(x, ((0, 0), (0, columns - nv))) if columns > nv else x
 
 
-def _preparation(qkv, decay, batch, *, nk, nv, key_dim, max_slots, normalise, units, interpret):
+def _preparation(qkv, decay, batch, *, nk, nv, key_dim, max_slots, normalise, interpret):
     """(what a warpgroup does for its places, buffers, barriers, buffers that overlap, types of results).
 
     A place is a chunk and a part of the value heads, `_heads_at_once` of one key head. `decay` and beta are those that
@@ -378,6 +438,7 @@ def _preparation(qkv, decay, batch, *, nk, nv, key_dim, max_slots, normalise, un
     items = total // C + batch
     group = nv // nk
     heads = _heads_at_once(group)
+    units = _units(key_dim)
     width = _gate_columns(heads)
     halves = key_dim // LINE
     dtype = qkv.dtype
@@ -391,9 +452,9 @@ def _preparation(qkv, decay, batch, *, nk, nv, key_dim, max_slots, normalise, un
         `written(item, part)` is called once others may read the results of a place, if it has any.
         """
         qkv_g, decay_g, beta_g, slot_g, w_g, r_g, vec_g = operands
-        *refs, k_bar, q_bar, x_s, w_s, blocks_s = buffers
-        rows_s, tiles_s, raw_s, key_s, vec_s, gate_s = [ref.at[unit] for ref in refs]
-        x_s, w_s, blocks_s = [ref.at[unit] for ref in (x_s, w_s, blocks_s)]
+        *refs, k_bar, q_bar, x_s, blocks_s = buffers
+        refs = [ref.at[unit] for ref in (*refs, x_s, blocks_s)]
+        rows_s, tiles_s, keys_s, raw_s, w_s, vectors, gates, x_s, blocks_s = refs
 
         def look(n):
             """Item, part, first token, tokens, and whether there is anything to do."""
@@ -469,6 +530,7 @@ def _preparation(qkv, decay, batch, *, nk, nv, key_dim, max_slots, normalise, un
 
             plgpu.barrier_wait(k_arrived)
             key, rk = normalised(tiles_s.at[stage, 0])
+            key_s = keys_s.at[stage, 0]
             for i in range(halves):
                 key_s.at[i][...] = key[i]
             plgpu.barrier_wait(q_arrived)
@@ -567,19 +629,15 @@ def _preparation(qkv, decay, batch, *, nk, nv, key_dim, max_slots, normalise, un
                     x * mask[3],
                 ]
 
-            def products(*sums, shape):
-                """The sums of the products in each list of (left, right) operands."""
+            def product(left, right, shape):
+                def run(acc):
+                    acc.mma(left, right)
+                    return acc.read()
 
-                def run(*accs):
-                    for acc, (a, b) in zip(accs, sums, strict=True):
-                        acc.mma(a, b)
-                    return [acc.read() for acc in accs]
-
-                return _accumulate(interpret, [shape] * len(sums), run)
+                return _accumulate(interpret, [shape], run)
 
             def one_head(n, _):
-                head, turn_n = part * heads + n, n & 1
-                gates, vectors = gate_s.at[turn_n], vec_s.at[turn_n]
+                head = part * heads + n
 
                 def vector(k):
                     return vectors.at[pl.ds(k * C, C)]
@@ -590,39 +648,34 @@ def _preparation(qkv, decay, batch, *, nk, nv, key_dim, max_slots, normalise, un
                     for kind in range(2)
                 ]
                 store(gates.at[0], jnp.maximum(jnp.log2(decay), LOG2_MIN))
-                store(gates.at[1], beta)
-                plgpu.wait_smem_to_gmem(3, wait_read_only=True)  # the three copies of the head before the last one
-                x = inverse(_rows(beta, SUB), blocks_s.at[turn_n])
-                # cumulative log2 decay: a masked row sum stands in for a running sum
-                gamma = None
-                for j in range(4):
-                    g = _cols(_vector(gates.at[0, pl.ds(SUB * j, SUB)], COL), C)
-                    g = jnp.where(c + SUB * j <= r, g, 0.0)
-                    gamma = g if gamma is None else gamma + g
-                gamma = _row_sum(gamma)
-                _warpgroup_barrier(interpret)  # all warps are through with the blocks, whose place X takes
-                x_n = x_s.at[turn_n]
-                x_n[...] = jnp.concatenate(x, axis=1)
+                store(gates.at[1], beta * scale)
+                x = inverse(_rows(beta, SUB), blocks_s)
+                gamma = _running_sum(interpret, gates.at[0])
+                # The results of the head before have left their buffers, and all warps are through with the
+                # blocks, whose place X takes.
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                x_s[...] = jnp.concatenate(x, axis=1)
                 store(vector(LOG_GAMMA), gamma)
                 store(vector(K_SCALE), rk * jnp.exp2(gamma))
                 store(vector(Q_SCALE), rq * scale * jnp.exp2(gamma))
                 plgpu.commit_smem()
 
-                (w,) = products((scores, x_n), shape=(C, C))
+                w = product(scores, x_s, (C, C))
                 ratio = _rows(gamma, C) - _cols(_vector(vector(LOG_GAMMA), COL), C)
                 # above the diagonal W is 0, and the ratio must not overflow there
                 w = w * jnp.exp2(jnp.minimum(ratio, 0.0))
-                w = (w * _cols(_vector(gates.at[1], COL) * scale, C)).astype(dtype)
+                w = (w * _cols(_vector(gates.at[1], COL), C)).astype(dtype)
+                for i in range(2):
+                    w_s.at[i][...] = w[:, i * HALF : (i + 1) * HALF]
                 gamma_end = vectors[(LOG_GAMMA + 1) * C - 1]
                 r_scale = _rows(beta * jnp.exp2(gamma_end - gamma), LINE)
-                rows = products(*[(x_n.transpose((1, 0)), key_s.at[i]) for i in range(halves)], shape=(C, LINE))
-                r_s = tiles_s.at[stage, turn_n]  # the raw rows are in registers
+                r_s = tiles_s.at[stage, 1]  # the raw queries are in registers
                 for i in range(halves):
-                    r_s.at[i][...] = (rows[i] * r_scale).astype(dtype)
-                _warpgroup_barrier(interpret)  # all warps are through with X, whose place W takes
-                w_s.at[turn_n][...] = w
+                    rows = product(x_s.transpose((1, 0)), key_s.at[i], (C, LINE))
+                    r_s.at[i][...] = (rows * r_scale).astype(dtype)
                 plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(w_s.at[turn_n], w_g.at[item, head])
+                plgpu.copy_smem_to_gmem(w_s.at[0], w_g.at[item, head, pl.ds(0, C)])
+                plgpu.copy_smem_to_gmem(w_s.at[1, pl.ds(HALF, HALF)], w_g.at[item, head, pl.ds(C, HALF)])
                 plgpu.copy_smem_to_gmem(r_s, r_g.at[item, head])
                 plgpu.copy_smem_to_gmem(vectors, vec_g.at[item, head])
 
@@ -634,64 +687,74 @@ def _preparation(qkv, decay, batch, *, nk, nv, key_dim, max_slots, normalise, un
         last, _ = lax.fori_loop(0, count, step, (nothing, place))
         finish(last)
 
-    # The blocks that warps exchange, X and W take one another's place.
-    overlay = [
-        _swizzled((units, 2, C, C), f16),
-        _swizzled((units, 2, C, C), dtype),
-        plgpu.SMEM((units, 2, 4 * C, SUB), f16),
-    ]
+    # The blocks that warps exchange and X take one another's place.
+    overlay = [_swizzled((units, C, C), f16), plgpu.SMEM((units, 4 * C, SUB), f16)]
+    tokens = (units, 2, 2, halves, C, LINE)
     buffers = [
-        _copy_target(interpret, (units, 2, 2, halves, C, LINE), dtype),
+        _copy_target(interpret, tokens, dtype, _swizzled(tokens, f16)),  # keys are normalised in place
         plgpu.SMEM((units, 2, 2, C, width), f32),
-        _swizzled((units, halves, C, LINE), f16),
-        plgpu.SMEM((units, 2, NUM_VECTORS * C), f32),
-        plgpu.SMEM((units, 2, 2, C), f32),
+        _swizzled((units, 2, C, HALF), dtype),
+        plgpu.SMEM((units, NUM_VECTORS * C), f32),
+        plgpu.SMEM((units, 2, C), f32),
     ]
+    if interpret is not None:  # where aliases are buffers of their own
+        buffers.insert(1, _swizzled(tokens, f16))
     barriers = [plgpu.Barrier(num_arrivals=n, num_barriers=2 * units) for n in (halves + 2, halves)]
     results = [
-        jax.ShapeDtypeStruct((items, nv, C, C), dtype),
+        jax.ShapeDtypeStruct((items, nv, C + HALF, HALF), dtype),
         jax.ShapeDtypeStruct((items, nv, halves, C, LINE), dtype),
         jax.ShapeDtypeStruct((items, nv, NUM_VECTORS * C), f32),
     ]
     return work, buffers, barriers, overlay, results
 
 
-def _prepare(qkv, decay, beta, slot_idx, offsets, first_items, *, nk, nv, key_dim, max_slots, normalise, interpret):
-    """W [items, nv, C, C], R [items, nv, key_dim / LINE, C, LINE] and float32 vectors [items, nv, NUM_VECTORS * C].
+def _prepare(qkv, decay, beta, slot_idx, offsets, table, *, nk, nv, key_dim, max_slots, normalise, interpret):
+    """W [items, nv, C + HALF, HALF], R [items, nv, key_dim / LINE, C, LINE] and vectors [items, nv, NUM_VECTORS * C].
 
-    Two CTAs a multiprocessor, of one warpgroup each, take all places in turns. W and R have the dtype of the tokens.
+    W comes as its two tiles of HALF columns, of which the second begins at row HALF: it is zero above. W and R have the
+    dtype of the tokens, the vectors are float32. The warpgroups of a CTA on every multiprocessor take places in turns.
     """
     total = decay.shape[0]
     batch = slot_idx.shape[0]
     work, buffers, barriers, overlay, results = _preparation(
         qkv, decay, batch,
-        nk=nk, nv=nv, key_dim=key_dim, max_slots=max_slots, normalise=normalise, units=1, interpret=interpret,
+        nk=nk, nv=nv, key_dim=key_dim, max_slots=max_slots, normalise=normalise, interpret=interpret,
     )  # fmt: skip
     parts = nv // _heads_at_once(nv // nk)
-    places = (total // C + batch) * parts
-    ctas = min(2 * SMS, places)
+    items = total // C + batch
+    places = items * parts
+    ctas = min(SMS, places)
+    units = _units(key_dim)
+    takers = ctas * units
 
-    def body(qkv_g, decay_g, beta_g, slot_g, off_g, item_g, w_g, r_g, vec_g, tokens_u, *scratch):
-        *scratch, overlay = scratch if interpret is None else (*scratch[:-3], [[x] for x in scratch[-3:]])
+    def body(qkv_g, decay_g, beta_g, slot_g, off_g, table_g, w_g, r_g, vec_g, tokens_u, *scratch):
+        *scratch, overlay = scratch if interpret is None else (*scratch[:-2], [[x] for x in scratch[-2:]])
         scratch = *_aliases(interpret, tokens_u), *scratch, *[ref for (ref,) in overlay]
-        cta = lax.axis_index("cta")
+        wg = lax.axis_index("wg")
+        taker = wg * ctas + lax.axis_index("cta")
+        _, length = _row_of(off_g, batch - 1, total)
+        used = parts * (_first_item(table_g, batch - 1, length, items) + lax.div(length + (C - 1), i32(C)))
 
         def place_of(n):
-            # Rows of equal length leave items empty at regular distances: in another order every time, no CTA gets
-            # more of these than others.
-            place = n * ctas + lax.rem(cta + n * 101, i32(ctas))
+            # From the last to the first: what is made last is still in the L2 cache when the second kernel, which
+            # begins with the first rows, reads it.
+            place = used - 1 - (n * takers + taker)
+            place = jnp.where(place < 0, places, place)
             item, part = lax.div(place, i32(parts)), lax.rem(place, i32(parts))
-            b = _find_row(item_g, item, batch)
+            b = _find_row(table_g, 2 * item + 1, batch)
             start, length = _row_of(off_g, b, total)
-            return item, part, b, start, length, item - item_g[b]
+            return item, part, b, start, length, item - _first_item(table_g, b, length, items)
 
-        work((qkv_g, decay_g, beta_g, slot_g, w_g, r_g, vec_g), scratch, 0, pl.cdiv(places, ctas), place_of)
+        count = lax.div(used + (takers - 1), i32(takers))
+        work((qkv_g, decay_g, beta_g, slot_g, w_g, r_g, vec_g), scratch, wg, count, place_of)
 
     kernel = plgpu.kernel(
         body,
         out_type=results,
         grid=(ctas,),
         grid_names=("cta",),
+        num_threads=units,
+        thread_name="wg",
         scratch_types=[
             *buffers, *barriers, *([plgpu.RefUnion(*[[x] for x in overlay])] if interpret is None else overlay)
         ],
@@ -699,7 +762,7 @@ def _prepare(qkv, decay, beta, slot_idx, offsets, first_items, *, nk, nv, key_di
         interpret=interpret,
         kernel_name="gated_delta_chunk_prepare",
     )  # fmt: skip
-    return kernel(qkv, decay, beta, slot_idx, offsets, first_items)
+    return kernel(qkv, decay, beta, slot_idx, offsets, table)
 
 
 def _params():
@@ -717,24 +780,45 @@ def _passing(qkv, pool, batch, rows, *, nk, tiles, split, scaled_states, interpr
     width = tiles * C
     # Registers a thread, of 65536 a CTA: accumulators where the products are, few where only copies are issued.
     math_registers = 232 if tiles == 2 else 240
+    blocks = tiles * key_dim // ROWS  # of [ROWS, C], that a state is copied in
 
-    def work(operands, buffers, wg, b, head, column, await_item=None):
-        qkv_g, w_g, r_g, vec_g, slot_g, off_g, item_g, init_g, scale_g, table_g, initial_g, pool_g, o_g = operands
-        (q_rows, q_tiles), (k_rows, k_tiles), (v_rows, v_tiles, v_plain), w_s, r_s, vec_s, *barriers = buffers
-        in_bar, in_free, tail_ready, done = barriers
-        first_column = column * width
-        key_head = lax.div(head, i32(group))
-        part_b = jnp.minimum(b, rows - 1)
-        row_b = lax.div(part_b, i32(rows // batch))
-        if not split:
-            start, length = _row_of(off_g, row_b, total)
-            item = item_g[row_b]
-        else:
-            start, length, item = [table_g[n, part_b] for n in (FIRST, LENGTH, ITEM)]
-        slot = slot_g[row_b]
-        live = (b < rows) & is_row_of(slot, max_slots)
-        n_chunks = jnp.where(live, lax.div(length + (C - 1), i32(C)), 0)
-        last = length - (n_chunks - 1) * C  # tokens of the last chunk
+    def work(operands, buffers, wg, count, pair_of, await_item=None):
+        """The states `pair_of(0)` to `pair_of(count - 1)`, each as (row, value head, columns), one after the other."""
+        qkv_g, w_g, r_g, vec_g, slot_g, off_g, table_g, scale_g, segments_g, initial_g, pool_g, o_g = operands
+        (q_rows, q_tiles), (k_rows, k_tiles), (v_rows, v_tiles, v_plain), r_s, state_s, w_s, vec_s, *barriers = buffers
+        in_bar, state_in, in_free, done = barriers
+
+        def look(n):
+            """What has to be read about place n: first token, tokens, first item, slot, whether the row has a state."""
+            part_b, row_b = parts_of(pair_of(n)[0])
+            if split:
+                start, length, item = [segments_g[k, part_b] for k in (FIRST, LENGTH, ITEM)]
+            else:
+                start, length = _row_of(off_g, row_b, total)
+                item = _first_item(table_g, row_b, length, total // C + batch)
+            return start, length, item, slot_g[row_b], jnp.int32(1) if split else table_g[row_b] & 1
+
+        def parts_of(b):
+            """A place in `rows` for row b, and one in the batch: the last for what is past it."""
+            part_b = jnp.minimum(b, rows - 1)
+            return part_b, lax.div(part_b, i32(rows // batch))
+
+        def chunks_of(n, looked):
+            _, length, _, slot, _ = looked
+            live = (pair_of(n)[0] < rows) & is_row_of(slot, max_slots)
+            return live, jnp.where(live, lax.div(length + (C - 1), i32(C)), 0)
+
+        def one_by_one(process):
+            """`process(n, what look says, t)`: what is brought lies in the ring from t on; returns t for the next."""
+            if count is None:
+                return process(0, look(0), 0)
+
+            def step(n, carry):
+                t, looked = carry
+                after = look(n + 1)
+                return process(n, looked, t), after
+
+            return lax.fori_loop(0, count, step, (jnp.int32(0), look(0)))[0]
 
         def stage_of(n):
             return lax.rem(n, i32(stages))
@@ -789,12 +873,26 @@ def _passing(qkv, pool, batch, rows, *, nk, tiles, split, scaled_states, interpr
             def _():
                 lax.while_loop(lambda t: t < total, step, jnp.int32(0))
 
-        def carry_state(m):
+        def state_blocks(s, m, i):
+            return [state_s(s, (m * halves + i) * (LINE // ROWS) + j) for j in range(LINE // ROWS)]
+
+        def carry_states(m):
             if interpret is None:
                 plgpu.set_max_registers(math_registers, action="increase")
+            one_by_one(partial(carry_state, m))
+            plgpu.wait_smem_to_gmem(0)
+
+        def carry_state(m, n, looked, t):
+            b, head, column = pair_of(n)
+            part_b, row_b = parts_of(b)
+            start, length, _, slot, has_state = looked
+            live, n_chunks = chunks_of(n, looked)
+            last = length - (n_chunks - 1) * C  # tokens of the last chunk
+            first_column = column * width
             columns = pl.ds(first_column + m * C, C)
             channel = head * value_dim + first_column + m * C
-            plain = v_plain.at[0, m]  # free before the first and after the last chunk
+            s0 = stage_of(t)
+            plgpu.barrier_wait(state_in.at[s0])
 
             def part(i):
                 return pool_g.at[slot, head, pl.ds(i * LINE, LINE), columns]
@@ -802,19 +900,23 @@ def _passing(qkv, pool, batch, rows, *, nk, tiles, split, scaled_states, interpr
             def scaled(x, n):
                 return x if not scaled_states else x * scale_g[n, row_b, head]
 
+            def loaded(i):
+                x = [_load_transposed(interpret, ref) for ref in state_blocks(s0, m, i)]
+                x = jnp.concatenate(x, axis=1)
+                return x if split else scaled(x, 0)
+
+            def release(s):
+                plgpu.commit_smem()  # all four warps have read it
+                plgpu.barrier_arrive(in_free.at[s])
+
             @pl.when(n_chunks > 0)
             def _():
-                if not split:
-                    state = lax.cond(
-                        init_g[row_b] != 0,
-                        lambda: tuple(scaled(_load_transposed(interpret, part(i)), 0) for i in range(halves)),
-                        lambda: tuple(_zeros((C, LINE), f32) for _ in range(halves)),
-                    )
-                else:
-                    state = tuple(
-                        _load_transposed(interpret, initial_g.at[part_b, head, pl.ds(i * LINE, LINE), columns])
-                        for i in range(halves)
-                    )
+                state = lax.cond(
+                    has_state != 0,
+                    lambda: tuple(loaded(i) for i in range(halves)),
+                    lambda: tuple(_zeros((C, LINE), f32) for _ in range(halves)),
+                )
+                release(s0)
 
                 def write_output(o, n, s):
                     """Through the buffer of values that chunk n + 1 has just read."""
@@ -825,13 +927,9 @@ def _passing(qkv, pool, batch, rows, *, nk, tiles, split, scaled_states, interpr
 
                 def step(n, carry):
                     state, low, before = carry
-                    s = stage_of(n)
+                    s = stage_of(t + 1 + n)
                     left = length - n * C
                     plgpu.barrier_wait(in_bar.at[s])
-
-                    @pl.when(left < C)
-                    def _():
-                        plgpu.barrier_wait(tail_ready)
 
                     def chunk(u, q, o, *s_new):
                         for i in range(halves):
@@ -846,13 +944,17 @@ def _passing(qkv, pool, batch, rows, *, nk, tiles, split, scaled_states, interpr
 
                         k_scale = _cols(_vector(vec_s.at[s, pl.ds(K_SCALE * C, C)], COL), C)
                         decay = jnp.exp2(vec_s[s, (LOG_GAMMA + 1) * C - 1])
-                        d = (v - u.read(halves) * k_scale).astype(dtype)
+                        d = v - u.read(halves) * k_scale
+                        # Keys and values past the row's end may be NaN.
+                        masked = partial(jnp.where, _iota((C, C), 1) < left, d, 0.0)
+                        d = lax.cond(left < C, masked, lambda d=d: d).astype(dtype)
                         for i in range(halves):
                             s_new[i].set(state[i] * decay)
                             s_new[i].mma(d, r_s.at[s, i])
                         q_scale = _cols(_vector(vec_s.at[s, pl.ds(Q_SCALE * C, C)], COL), C)
                         o.set(q.read(halves) * q_scale)
-                        o.mma(d, tr(w_s.at[s]))
+                        for i in range(2):
+                            o.mma(d[:, i * HALF : (i + 1) * HALF], tr(w_s.at[s, i]))
                         state_new = tuple(x.read(1) for x in s_new)
                         low_new = tuple(x.astype(dtype) for x in state_new)
                         return state_new, low_new, o.read().astype(dtype)
@@ -863,59 +965,103 @@ def _passing(qkv, pool, batch, rows, *, nk, tiles, split, scaled_states, interpr
                     if interpret is not None:
                         # Here products read like ordinary loads, and copies must not overtake those.
                         plgpu.commit_smem()
-                    plgpu.barrier_arrive(in_free.at[s])
+                    pl.when(n < n_chunks - 1)(lambda: plgpu.barrier_arrive(in_free.at[s]))
                     return carry
 
                 low = tuple(x.astype(dtype) for x in state)
                 carry = (state, low, _zeros((C, C), dtype))
                 state, _, o = lax.fori_loop(0, n_chunks, step, carry)
 
-                # Every chunk of inputs has been consumed, by this warpgroup's own columns: its buffers are free.
-                plgpu.commit_smem()
+                # The last output, too, leaves through the values of its chunk.
+                s = stage_of(t + n_chunks)
 
                 @pl.when(last == C)
                 def _():
-                    write_output(o, n_chunks - 1, 0)
+                    write_output(o, n_chunks - 1, s)
 
                 @pl.when(last < C)
                 def _():
-                    store(tr(plain), o)
                     plgpu.commit_smem()
-                    drain(plain, start + (n_chunks - 1) * C, last, channel)
+                    store(tr(v_plain.at[s, m]), o)
+                    plgpu.commit_smem()
+                    drain(v_plain.at[s, m], start + (n_chunks - 1) * C, last, channel)
 
-                @pl.when(True if not split else table_g[IS_LAST, part_b] != 0)
+                @pl.when(True if not split else segments_g[IS_LAST, part_b] != 0)
                 def _():
                     for i in range(halves):
                         _store_transposed(interpret, part(i), scaled(state[i], 1))
 
-                plgpu.wait_smem_to_gmem(0)
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                plgpu.barrier_arrive(in_free.at[s])
 
-            @pl.when(jnp.logical_not(live))
+            @pl.when(n_chunks == 0)
             def _():
-                store(plain, _zeros((C, C), dtype))
-                plgpu.commit_smem()
-
-                @pl.when(b < rows)
+                @pl.when(jnp.logical_not(live))
                 def _():
-                    zero_tokens(plain, start, start + length, channel)
+                    plain = v_plain.at[s0, m]
+                    store(plain, _zeros((C, C), dtype))
+                    plgpu.commit_smem()
 
-                @pl.when(b == rows)
-                def _():
-                    zero_outside(plain, channel)
+                    @pl.when(b < rows)
+                    def _():
+                        zero_tokens(plain, start, start + length, channel)
 
-                plgpu.wait_smem_to_gmem(0)
+                    @pl.when(b == rows)
+                    def _():
+                        zero_outside(plain, channel)
+
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+                release(s0)
+
+            return t + 1 + n_chunks
 
         def stream():
             if interpret is None:
                 plgpu.set_max_registers(40, action="decrease")
+            for s in range(stages):  # the part that is never copied
+                w_s.at[s, 1][...] = _zeros((C, HALF), dtype)
+            plgpu.commit_smem()
+            end = one_by_one(bring_all)
+            lax.fori_loop(
+                jnp.maximum(end - stages, 0), end, lambda t, _: plgpu.barrier_wait(in_free.at[stage_of(t)]), None
+            )
+
+        def claim(t):
+            s = stage_of(t)
+
+            @pl.when(t >= stages)
+            def _():
+                plgpu.barrier_wait(in_free.at[s])
+
+            return s
+
+        def bring_all(n, looked, t):
+            b, head, column = pair_of(n)
+            part_b = parts_of(b)[0]
+            start, _length, item, slot, has_state = looked
+            n_chunks = chunks_of(n, looked)[1]
+            key_head = lax.div(head, i32(group))
+            first_column = column * width
+            s0 = claim(t)
+            reads = (n_chunks > 0) & (has_state != 0)
+
+            @pl.when(reads)
+            def _():
+                for m in range(tiles):
+                    for i in range(halves):
+                        for j, ref in enumerate(state_blocks(s0, m, i)):
+                            at = pl.ds(i * LINE + j * ROWS, ROWS), pl.ds(first_column + m * C, C)
+                            source = pool_g.at[slot, head, *at] if not split else initial_g.at[part_b, head, *at]
+                            plgpu.copy_gmem_to_smem(source, ref, state_in.at[s0])
+
+            @pl.when(jnp.logical_not(reads))
+            def _():
+                for _ in range(blocks):
+                    plgpu.barrier_arrive(state_in.at[s0])
 
             def bring(n, _):
-                s = stage_of(n)
-
-                @pl.when(n >= stages)
-                def _():
-                    plgpu.barrier_wait(in_free.at[s])
-                    plgpu.barrier_wait(in_bar.at[s])
+                s = claim(t + 1 + n)
 
                 def copy(channel, target):
                     source = qkv_g.at[pl.ds(start + n * C, C), pl.ds(channel, LINE)]
@@ -928,35 +1074,18 @@ def _passing(qkv, pool, batch, rows, *, nk, tiles, split, scaled_states, interpr
                 for i in range(halves):
                     copy(key_head * key_dim + i * LINE, q_rows.at[s, i])
                 if await_item is not None:
-                    await_item(item + n)
+                    await_item(head, item + n)
                 plgpu.copy_gmem_to_smem(vec_g.at[item + n, head], vec_s.at[s], in_bar.at[s])
                 plgpu.copy_gmem_to_smem(r_g.at[item + n, head], r_s.at[s], in_bar.at[s])
-                plgpu.copy_gmem_to_smem(w_g.at[item + n, head], w_s.at[s], in_bar.at[s])
+                w = w_g.at[item + n, head]
+                plgpu.copy_gmem_to_smem(w.at[pl.ds(0, C)], w_s.at[s, 0], in_bar.at[s])
+                plgpu.copy_gmem_to_smem(w.at[pl.ds(C, HALF)], w_s.at[s, 1, pl.ds(HALF, HALF)], in_bar.at[s])
 
             lax.fori_loop(0, n_chunks, bring, None)
-
-            # A thread that waits on a barrier has to wait for every phase of it, in order.
-            def last_stages(barrier):
-                lax.fori_loop(
-                    jnp.maximum(n_chunks - stages, 0), n_chunks,
-                    lambda n, _: plgpu.barrier_wait(barrier.at[stage_of(n)]), None,
-                )  # fmt: skip
-
-            last_stages(in_bar)
-
-            @pl.when((n_chunks > 0) & (last < C))
-            def _():  # keys and values past the row's end may be NaN
-                s = stage_of(n_chunks - 1)
-                for ref in [k_tiles.at[s, i] for i in range(halves)] + [v_tiles.at[s, m] for m in range(tiles)]:
-                    x = plgpu.load(ref, layout=WGMMA)
-                    ref[...] = jnp.where(_iota((C, C), 0) < last, x, jnp.zeros_like(x))
-                plgpu.commit_smem()
-                plgpu.barrier_arrive(tail_ready)
-
-            last_stages(in_free)
+            return t + 1 + n_chunks
 
         for m in range(tiles):
-            pl.when(wg == m)(partial(carry_state, m))
+            pl.when(wg == m)(partial(carry_states, m))
         pl.when(wg == tiles)(stream)
         # no warpgroup may leave while another still waits on a barrier in this CTA's shared memory
         plgpu.barrier_arrive(done)
@@ -968,47 +1097,96 @@ def _passing(qkv, pool, batch, rows, *, nk, tiles, split, scaled_states, interpr
         target((stages, halves, C, LINE), dtype),
         target((stages, halves, C, LINE), dtype),
         target((stages, tiles, C, C), dtype, plgpu.SMEM((stages, tiles, C, C), dtype)),
-        _swizzled((stages, C, C), dtype),
-        _swizzled((stages, halves, C, LINE), dtype),
+        target((stages, halves, C, LINE), dtype),
+        _swizzled((stages, 2, C, HALF), dtype),
         plgpu.SMEM((stages, NUM_VECTORS * C), f32),
     ]
+    state_dtype = f32 if split else pool.dtype
+    # A stage of an alias is as long as a stage of tokens: [ROWS, C] of float32 take what [C, LINE] of the tokens do.
+    fit = 4 // jnp.dtype(state_dtype).itemsize
+    aliases = [plgpu.SMEM((stages, n * fit, ROWS, C), state_dtype) for n in (halves, halves, tiles, halves)]
+    if interpret is None:
+        buffers[:4] = [plgpu.RefUnion(*union.refs, [x]) for union, x in zip(buffers[:4], aliases, strict=True)]
+    else:
+        buffers.insert(4, plgpu.SMEM((stages, blocks, ROWS, C), state_dtype))
     barriers = [
-        bar(num_arrivals=2 * halves + tiles + 3, num_barriers=stages),
+        bar(num_arrivals=2 * halves + tiles + 4, num_barriers=stages),
+        bar(num_arrivals=blocks, num_barriers=stages),
         bar(num_arrivals=tiles, num_barriers=stages),
-        bar(),
         bar(num_arrivals=tiles + 1),
     ]
     return work, buffers, barriers
 
 
+def _stay(total, batch):
+    """Whether CTAs of `_pass` carry one state after the other and fetch the next meanwhile: worth it for short rows.
+
+    Where rows are long, each is a CTA of its own, so that the chip is busy until the end whatever their lengths.
+    """
+    return total <= 512 * batch
+
+
+def _pass_refs(interpret, scratch):
+    """The buffers of `_passing`, as its CTAs use them."""
+    if interpret is not None:
+        q, k, v, r, state, *others = scratch
+        return (q, q), (k, k), (v, v, v), r, lambda s, n: state.at[s, n], *others
+    unions, others = scratch[:4], scratch[4:]
+    q, k, v, r = [_aliases(interpret, u) for u in unions]
+    return q[:2], k[:2], v[:3], r[1], _state_block(q[-1], k[-1], v[-1], r[-1]), *others
+
+
+def _state_block(*refs):
+    """Where block n of a state lies: `f(stage, n)`, in one of the refs, which are filled one after the other."""
+    places = [(ref, n) for ref in refs for n in range(ref.shape[1])]
+
+    def block(stage, n):
+        ref, at = places[n]
+        return ref.at[stage, at]
+
+    return block
+
+
 def _pass(
-    qkv, w, r, vec, slot_idx, offsets, first_items, has_initial_state, scales, pool, *, nk, tiles, interpret, split=None
+    qkv, w, r, vec, slot_idx, offsets, table, scales, pool, *, nk, tiles, interpret, split=None
 ):  # fmt: skip
-    """Outputs [T, nv * VD]; `pool` (a Ref) is updated. One CTA per (row, value head, `tiles` * 64 value columns).
+    """Outputs [T, nv * VD]; `pool` (a Ref) is updated. A CTA for each (row, value head, `tiles` * 64 value columns).
+
+    Where rows are short, there are no more CTAs than multiprocessors, and each takes one of these after the other.
 
     `scales` is None or [2, B, nv]: what states are multiplied with when read, and when written. `split` is None or
     (`_segments`, their initial states): each segment of a row then has its own CTAs, and the last writes the state.
     """
-    table, initial = split or (None, None)
+    segments, initial = split or (None, None)
     total = qkv.shape[0]
     _, nv, _, value_dim = pool.shape
     batch = slot_idx.shape[0]
-    rows = batch if table is None else table.shape[1]
+    rows = batch if segments is None else segments.shape[1]
     work, buffers, barriers = _passing(
         qkv, pool, batch, rows,
         nk=nk, tiles=tiles, split=split is not None, scaled_states=scales is not None, interpret=interpret,
     )  # fmt: skip
+    columns = value_dim // (tiles * C)
+    pairs = columns * nv * (rows + 1)
+    ctas = min(pairs, SMS) if _stay(total, batch) else pairs
 
     def body(*refs):
-        operands, (q_u, k_u, v_u, *buffers) = refs[:13], refs[13:]
-        buffers = _aliases(interpret, q_u), _aliases(interpret, k_u), _aliases(interpret, v_u, 3), *buffers
-        work(operands, buffers, *[lax.axis_index(name) for name in ("wg", "row", "head", "column")])
+        operands, scratch = refs[:12], refs[12:]
+        wg, cta = lax.axis_index("wg"), lax.axis_index("cta")
+
+        def pair_of(n):
+            pair = cta + n * ctas
+            row, column = lax.div(pair, i32(columns)), lax.rem(pair, i32(columns))
+            return lax.div(row, i32(nv)), lax.rem(row, i32(nv)), column
+
+        count = None if ctas == pairs else lax.div(pairs - cta + (ctas - 1), i32(ctas))
+        work(operands, _pass_refs(interpret, scratch), wg, count, pair_of)
 
     kernel = plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((total, nv * value_dim), qkv.dtype),
-        grid=(value_dim // (tiles * C), nv, rows + 1),
-        grid_names=("column", "head", "row"),
+        grid=(ctas,),
+        grid_names=("cta",),
         num_threads=tiles + 1,
         thread_name="wg",
         scratch_types=[*buffers, *barriers],
@@ -1016,11 +1194,11 @@ def _pass(
         interpret=interpret,
         kernel_name="gated_delta_chunk_pass",
     )
-    return kernel(qkv, w, r, vec, slot_idx, offsets, first_items, has_initial_state, scales, table, initial, pool)
+    return kernel(qkv, w, r, vec, slot_idx, offsets, table, scales, segments, initial, pool)
 
 
 def _both(
-    qkv, decay, beta, slot_idx, offsets, first_items, has_initial_state, scales, pool, *, nk, workers, normalise
+    qkv, decay, beta, slot_idx, offsets, table, scales, pool, *, nk, workers, normalise
 ):  # fmt: skip
     """`_prepare` and `_pass` in one kernel, side by side: outputs [T, nv * VD]; `pool` (a Ref) is updated.
 
@@ -1035,10 +1213,10 @@ def _both(
     columns = value_dim // C
     heads = _heads_at_once(nv // nk)
     parts = nv // heads
-    units = 2  # as many warpgroups as carrying a state takes
+    units = _units(key_dim)  # as many warpgroups as carrying a state takes
     prepare, buffers, barriers, overlay, results = _preparation(
         qkv, decay, batch,
-        nk=nk, nv=nv, key_dim=key_dim, max_slots=max_slots, normalise=normalise, units=units, interpret=None,
+        nk=nk, nv=nv, key_dim=key_dim, max_slots=max_slots, normalise=normalise, interpret=None,
     )  # fmt: skip
     carry, pass_buffers, pass_barriers = _passing(
         qkv, pool, batch, batch,
@@ -1046,7 +1224,7 @@ def _both(
     )  # fmt: skip
 
     def body(
-        qkv_g, decay_g, beta_g, slot_g, off_g, item_g, init_g, scale_g, pool_g,
+        qkv_g, decay_g, beta_g, slot_g, off_g, table_g, scale_g, pool_g,
         o_g, w_g, r_g, vec_g, memory, prepare_barriers, pass_barriers,
     ):  # fmt: skip
         cta, wg = lax.axis_index("cta"), lax.axis_index("wg")
@@ -1057,8 +1235,8 @@ def _both(
         @pl.when(cta < workers)
         def _():
             operands = qkv_g, decay_g, beta_g, slot_g, w_g, r_g, vec_g
-            (rows_s, *shared, x_s), (tiles_s, *_, w_s), (*_, blocks_s) = first, second, third
-            refs = rows_s, tiles_s, *shared, *prepare_barriers, x_s, w_s, blocks_s
+            (rows_s, *shared, x_s), (tiles_s, *_, blocks_s), (keys_s, *_) = first, second, third
+            refs = rows_s, tiles_s, keys_s, *shared, *prepare_barriers, x_s, blocks_s
 
             def place_of(n):
                 # All warpgroups of all CTAs take a chunk before any takes its second.
@@ -1066,7 +1244,7 @@ def _both(
                 place, part = lax.div(place, i32(parts)), lax.rem(place, i32(parts))
                 chunk, b = lax.div(place, i32(batch)), lax.rem(place, i32(batch))
                 start, length = _row_of(off_g, b, total)
-                return item_g[b] + chunk, part, b, start, length, chunk
+                return _first_item(table_g, b, length, items) + chunk, part, b, start, length, chunk
 
             def signal(item, part):
                 plgpu.semaphore_signal(ready.at[item * parts + part], memory_scope="gpu")
@@ -1075,20 +1253,21 @@ def _both(
 
         @pl.when(cta >= workers)
         def _():
-            operands = qkv_g, w_g, r_g, vec_g, slot_g, off_g, item_g, init_g, scale_g, None, None, pool_g, o_g
-            (q_rows, k_rows, v_rows, *shared), (q_tiles, k_tiles, v_tiles, *_), (_, _, v_plain, *_) = views
-            refs = (q_rows, q_tiles), (k_rows, k_tiles), (v_rows, v_tiles, v_plain), *shared, *pass_barriers
+            operands = qkv_g, w_g, r_g, vec_g, slot_g, off_g, table_g, scale_g, None, None, pool_g, o_g
+            rows, tiled, (_, _, v_plain, *_), states = views
+            refs = *zip(rows[:2], tiled[:2], strict=True), (rows[2], tiled[2], v_plain), tiled[3]
+            refs = *refs, _state_block(*states[:4]), *rows[4:], *pass_barriers
             place, column = lax.div(cta - workers, i32(columns)), lax.rem(cta - workers, i32(columns))
             b, head = lax.div(place, i32(nv)), lax.rem(place, i32(nv))
 
-            def await_item(item):
+            def await_item(head, item):
                 part = lax.div(head, i32(heads))
                 plgpu.semaphore_wait(ready.at[item * parts + part], decrement=False, memory_scope="gpu")
                 _order_copies()
 
-            carry(operands, refs, wg, b, head, column, await_item)
+            carry(operands, refs, wg, None, lambda _: (b, head, column), await_item)
 
-    memory = [*_views([*buffers, plgpu.RefUnion(*[[x] for x in overlay])]), *_views(pass_buffers)]
+    memory = [*_views([*buffers, plgpu.RefUnion(*[[x] for x in overlay])], 3), *_views(pass_buffers, 4)]
     kernel = plgpu.kernel(
         body,
         out_type=[jax.ShapeDtypeStruct((total, nv * value_dim), qkv.dtype), *results],
@@ -1100,16 +1279,16 @@ def _both(
         compiler_params=_params(),
         kernel_name="gated_delta_chunk",
     )
-    return kernel(qkv, decay, beta, slot_idx, offsets, first_items, has_initial_state, scales, pool)[0]
+    return kernel(qkv, decay, beta, slot_idx, offsets, table, scales, pool)[0]
 
 
-def _views(buffers):
-    """Three lists of refs that each lie in memory like `buffers`, with the first, second and third alias of unions."""
+def _views(buffers, count):
+    """Lists of refs that each lie in memory like `buffers`, with the first, second, ... alias of unions."""
 
     def alias(ref, n):
         return ref.refs[min(n, len(ref.refs) - 1)][0] if isinstance(ref, plgpu.RefUnion) else ref
 
-    return [[alias(ref, n) for ref in buffers] for n in range(3)]
+    return [[alias(ref, n) for ref in buffers] for n in range(count)]
 
 
 def _order_copies():
@@ -1126,7 +1305,7 @@ def _order_copies():
 FIRST, LENGTH, ITEM, IS_LAST = range(4)
 
 
-def _segments(offsets, first_items, total, count):
+def _segments(offsets, table, total, count):
     """Every row in `count` segments of equally many chunks, the last ones shorter or empty: int32 [4, B * count]."""
     start, length = [x[:, None] for x in row_bounds(offsets, total)]
     chunks = (length + (C - 1)) // C
@@ -1134,28 +1313,30 @@ def _segments(offsets, first_items, total, count):
     first = jnp.minimum(jnp.arange(count, dtype=i32) * each, chunks)
     past = jnp.minimum(first + each, chunks)
     tokens = jnp.minimum(past * C, length) - jnp.minimum(first * C, length)
-    item = first_items[:, None] + first
-    table = [start + first * C, tokens, item, (past == chunks) & (first < past)]
-    return jnp.stack([x.astype(i32).reshape(-1) for x in table])
+    item = jnp.minimum(table[:, None] >> 1, total // C + table.shape[0] - chunks) + first
+    segments = [start + first * C, tokens, item, (past == chunks) & (first < past)]
+    return jnp.stack([x.astype(i32).reshape(-1) for x in segments])
 
 
 def _segment_maps(qkv, r, vec, slot_idx, table, *, count, dims, max_slots, interpret):
-    """What segments do to the state: float32 [B * count, nv, KD, VD + KD].
+    """What segments do to the state, as (local, steps): only of the segments that another one follows.
 
-    The first VD columns are the state that a segment leaves behind when it starts from zeros, the others those of the
-    unit vectors with values of zero: the map from the state before the segment to its share in the state after it. Only
-    the segments that another one follows are filled in.
+    `local`, float32 [B * count, nv, VD, KD], is the transposed state that a segment leaves behind when it starts from
+    zeros. `steps` are the states that the unit vectors become with values of zero, transposed: the map from the state
+    before the segment to its share in the state after it. They are sums of two arrays of the tokens' dtype, in tiles:
+    [B * count, nv, (KD / LINE) * 2 * (KD / LINE), LINE, LINE], by rows of tiles, the array, and columns.
     """
     nk, nv, key_dim, value_dim = dims
     group = nv // nk
     halves = key_dim // LINE
-    stages = 2 if key_dim == 256 else 3
+    stages = 3
     dtype = qkv.dtype
     segments = table.shape[1]
     value_tiles = value_dim // C
+    tiles = _map_tiles(key_dim, value_dim)
 
     def body(
-        qkv_g, r_g, vec_g, slot_g, table_g, out_g, k_u, v_u, r_s, vec_s, in_bar, in_free, done
+        qkv_g, r_g, vec_g, slot_g, table_g, local_g, steps_g, k_u, v_u, r_s, vec_s, in_bar, in_free, done
     ):  # fmt: skip
         k_rows, k_tiles = _aliases(interpret, k_u)
         v_rows, v_tiles = _aliases(interpret, v_u)
@@ -1168,16 +1349,16 @@ def _segment_maps(qkv, r, vec, slot_idx, table, *, count, dims, max_slots, inter
         live = follows & is_row_of(slot_g[lax.div(segment, i32(count))], max_slots)
         # A segment that another one follows is whole chunks.
         n_chunks = jnp.where(live, lax.div(table_g[LENGTH, segment], i32(C)), 0)
-        is_map = column >= value_tiles
 
         def stage_of(n):
             return lax.rem(n, i32(stages))
 
-        @pl.when((wg == 0) & (n_chunks > 0))
-        def _():
+        def carry(m):
             if interpret is None:
-                plgpu.set_max_registers(240, action="increase")
-            unit = _iota((C, LINE), 0) + (column - value_tiles) * C  # where a column of the identity has its 1
+                plgpu.set_max_registers(232 if tiles == 2 else 240, action="increase")
+            tile = column * tiles + m
+            is_map = tile >= value_tiles
+            unit = _iota((C, LINE), 0) + (tile - value_tiles) * C  # where a column of the identity has its 1
 
             def step(n, state):
                 s = stage_of(n)
@@ -1186,7 +1367,7 @@ def _segment_maps(qkv, r, vec, slot_idx, table, *, count, dims, max_slots, inter
                 def chunk(u, *s_new):
                     for i in range(halves):
                         u.mma(state[i].astype(dtype), k_tiles.at[s, i].transpose((1, 0)))
-                    v = plgpu.load(v_tiles.at[s].transpose((1, 0)), layout=WGMMA).astype(f32)
+                    v = plgpu.load(v_tiles.at[s, m].transpose((1, 0)), layout=WGMMA).astype(f32)
                     v = jnp.where(is_map, _zeros((C, C), f32), v)
                     k_scale = _cols(_vector(vec_s.at[s, pl.ds(K_SCALE * C, C)], COL), C)
                     decay = jnp.exp2(vec_s[s, (LOG_GAMMA + 1) * C - 1])
@@ -1202,13 +1383,27 @@ def _segment_maps(qkv, r, vec, slot_idx, table, *, count, dims, max_slots, inter
                 plgpu.barrier_arrive(in_free.at[s])
                 return state
 
-            state = tuple(jnp.where(_iota((C, LINE), 1) + i * LINE == unit, 1.0, 0.0) for i in range(halves))
-            state = lax.fori_loop(0, n_chunks, step, state)
-            for i in range(halves):
-                target = out_g.at[segment, head, pl.ds(i * LINE, LINE), pl.ds(column * C, C)]
-                _store_transposed(interpret, target, state[i])
+            @pl.when(n_chunks > 0)
+            def _():
+                state = tuple(jnp.where(_iota((C, LINE), 1) + i * LINE == unit, 1.0, 0.0) for i in range(halves))
+                state = lax.fori_loop(0, n_chunks, step, state)
 
-        @pl.when(wg == 1)
+                @pl.when(is_map)
+                def _():
+                    for i in range(halves):
+                        high = state[i].astype(dtype)
+                        for n, x in enumerate((high, state[i] - high.astype(f32))):
+                            store(steps_g.at[segment, head, ((tile - value_tiles) * 2 + n) * halves + i], x)
+
+                @pl.when(jnp.logical_not(is_map))
+                def _():
+                    for i in range(halves):
+                        store(local_g.at[segment, head, pl.ds(tile * C, C), pl.ds(i * LINE, LINE)], state[i])
+
+        for m in range(tiles):
+            pl.when(wg == m)(partial(carry, m))
+
+        @pl.when(wg == tiles)
         def _():
             if interpret is None:
                 plgpu.set_max_registers(40, action="decrease")
@@ -1227,8 +1422,9 @@ def _segment_maps(qkv, r, vec, slot_idx, table, *, count, dims, max_slots, inter
                 for i in range(halves):
                     copy((nk + key_head) * key_dim + i * LINE, k_rows.at[s, i])
                 plgpu.copy_gmem_to_smem(vec_g.at[item + n, head], vec_s.at[s], in_bar.at[s])
-                value_tile = jnp.minimum(column, value_tiles - 1)  # not used by a map
-                copy(2 * nk * key_dim + head * value_dim + value_tile * C, v_rows.at[s])
+                for m in range(tiles):
+                    tile = jnp.minimum(column * tiles + m, value_tiles - 1)  # not used by a map
+                    copy(2 * nk * key_dim + head * value_dim + tile * C, v_rows.at[s, m])
                 plgpu.copy_gmem_to_smem(r_g.at[item + n, head], r_s.at[s], in_bar.at[s])
 
             lax.fori_loop(0, n_chunks, bring, None)
@@ -1243,19 +1439,22 @@ def _segment_maps(qkv, r, vec, slot_idx, table, *, count, dims, max_slots, inter
     bar = plgpu.Barrier
     kernel = plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((segments, nv, key_dim, value_dim + key_dim), f32),
-        grid=(value_tiles + key_dim // C, nv, segments),
+        out_type=[
+            jax.ShapeDtypeStruct((segments, nv, value_dim, key_dim), f32),
+            jax.ShapeDtypeStruct((segments, nv, halves * 2 * halves, LINE, LINE), dtype),
+        ],
+        grid=((value_tiles + halves) // tiles, nv, segments),
         grid_names=("column", "head", "segment"),
-        num_threads=2,
+        num_threads=tiles + 1,
         thread_name="wg",
         scratch_types=[
             _copy_target(interpret, (stages, halves, C, LINE), dtype),
-            _copy_target(interpret, (stages, C, C), dtype),
+            _copy_target(interpret, (stages, tiles, C, C), dtype),
             _swizzled((stages, halves, C, LINE), dtype),
             plgpu.SMEM((stages, NUM_VECTORS * C), f32),
-            bar(num_arrivals=halves + 3, num_barriers=stages),
-            bar(num_barriers=stages),
-            bar(num_arrivals=2),
+            bar(num_arrivals=halves + tiles + 2, num_barriers=stages),
+            bar(num_arrivals=tiles, num_barriers=stages),
+            bar(num_arrivals=tiles + 1),
         ],
         compiler_params=_params(),
         interpret=interpret,
@@ -1264,15 +1463,81 @@ def _segment_maps(qkv, r, vec, slot_idx, table, *, count, dims, max_slots, inter
     return kernel(qkv, r, vec, slot_idx, table)
 
 
-def _initial_states(maps, states, count):
-    """The states before all segments, float32 [B * count, nv, KD, VD], from `_segment_maps` and the rows' own."""
+def _initial_states(local, steps, states, count, interpret):
+    """The states before all segments, float32 [B * count, nv, KD, VD], from `_segment_maps` and the rows' own.
+
+    One CTA per (row, value head, 64 value columns) takes one step after the other, a warpgroup per 64 keys. States and
+    maps are sums of two 16-bit arrays, of whose products only that of the two small ones is left out.
+    """
     batch, nv, key_dim, value_dim = states.shape
-    maps = maps.reshape(batch, count, nv, key_dim, value_dim + key_dim)
-    before = [states]
-    for n in range(count - 1):
-        local, step = maps[:, n, ..., :value_dim], maps[:, n, ..., value_dim:]
-        before.append(jnp.matmul(step, before[-1], precision=lax.Precision.HIGHEST) + local)
-    return jnp.stack(before, 1).reshape(batch * count, nv, key_dim, value_dim)
+    halves = key_dim // LINE
+    dtype = steps.dtype
+
+    def body(local_g, steps_g, states_g, out_g, steps_s, parts_s, arrived, shared):
+        b, head, column, wg = [lax.axis_index(name) for name in ("row", "head", "column", "wg")]
+        columns, keys = pl.ds(column * C, C), pl.ds(wg * LINE, LINE)
+
+        def bring(n):
+            plgpu.copy_gmem_to_smem(steps_g.at[b * count + n, head], steps_s.at[n & 1], arrived.at[n & 1])
+
+        def load_local(n):
+            return _vector(local_g.at[b * count + n, head, columns, keys], WGMMA)
+
+        def put(n, state):
+            _store_transposed(interpret, out_g.at[b * count + n, head, keys, columns], state)
+
+        def step(n, carry):
+            state, added = carry
+            buffer = n & 1
+            high = state.astype(dtype)
+            parts_s.at[buffer, wg, 0][...] = high
+            parts_s.at[buffer, wg, 1][...] = (state - high.astype(f32)).astype(dtype)
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(shared.at[buffer])
+            plgpu.barrier_wait(shared.at[buffer])
+            # All warpgroups are through with the step before this one.
+            pl.when((wg == 0) & (n > 0) & (n < count - 2))(lambda: bring(n + 1))
+            put(n, state)
+            ahead = load_local(jnp.minimum(n + 1, count - 2))
+            plgpu.barrier_wait(arrived.at[buffer])
+
+            def products(after):
+                after.set(added)
+                for j in range(halves):
+                    for of_state, of_step in ((1, 0), (0, 1), (0, 0)):
+                        tile = steps_s.at[buffer, (2 * j + of_step) * halves + wg]
+                        after.mma(parts_s.at[buffer, j, of_state], tile)
+                return after.read()
+
+            return _accumulate(interpret, [(C, LINE)], products), ahead
+
+        @pl.when(wg == 0)
+        def _():
+            for n in range(min(2, count - 1)):
+                bring(jnp.int32(n))
+
+        state = _load_transposed(interpret, states_g.at[b, head, keys, columns])
+        state, _ = lax.fori_loop(0, count - 1, step, (state, load_local(0)))
+        put(count - 1, state)
+
+    kernel = plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((batch * count, nv, key_dim, value_dim), f32),
+        grid=(value_dim // C, nv, batch),
+        grid_names=("column", "head", "row"),
+        num_threads=halves,
+        thread_name="wg",
+        scratch_types=[
+            _swizzled((2, halves * 2 * halves, LINE, LINE), dtype),
+            _swizzled((2, halves, 2, C, LINE), dtype),
+            plgpu.Barrier(num_barriers=2),
+            plgpu.Barrier(num_arrivals=halves, num_barriers=2),
+        ],
+        compiler_params=_params(),
+        interpret=interpret,
+        kernel_name="gated_delta_chunk_states",
+    )
+    return kernel(local, steps, states)
 
 
 def recurrence(
@@ -1302,37 +1567,37 @@ def recurrence(
     offsets = jnp.minimum(input_row_offsets, total) if short else input_row_offsets
     qkv, decay, beta = [jnp.pad(x, ((0, short), (0, 0))) if short else x for x in (qkv, decay, beta)]
     decay, beta = _pad_gates(decay, nk), _pad_gates(beta, nk)
-    first_items = _first_items(offsets, total + short, slot_idx.shape[0])
+    table = _row_table(offsets, has_initial_state, total + short)
     count = _num_segments(total, slot_idx.shape[0], nv, key_dim, value_dim)
     workers = _num_workers(total, slot_idx.shape[0], nv, key_dim, value_dim) if count == 1 and interpret is None else 0
     if workers:
         pool = jax.new_ref(recurrent_state)
         out = _both(
-            qkv, decay, beta, slot_idx, offsets, first_items, has_initial_state.astype(i32), scales, pool,
+            qkv, decay, beta, slot_idx, offsets, table, scales, pool,
             nk=nk, workers=workers, normalise=dtype != f32,
         )[:total]  # fmt: skip
     else:
         w, r, vec = _prepare(
-            qkv, decay, beta, slot_idx, offsets, first_items,
+            qkv, decay, beta, slot_idx, offsets, table,
             nk=nk, nv=nv, key_dim=key_dim, max_slots=recurrent_state.shape[0], normalise=dtype != f32,
             interpret=interpret,
         )  # fmt: skip
         split = None
         if count > 1:
-            table = _segments(offsets, first_items, total, count)
-            maps = _segment_maps(
-                qkv, r, vec, slot_idx, table,
+            segments = _segments(offsets, table, total, count)
+            local, steps = _segment_maps(
+                qkv, r, vec, slot_idx, segments,
                 count=count, dims=(nk, nv, key_dim, value_dim), max_slots=recurrent_state.shape[0], interpret=interpret,
             )  # fmt: skip
             live = is_live(slot_idx, recurrent_state.shape[0])
             states = read_rows(recurrent_state, slot_idx, live & has_initial_state)
             if scales is not None:
                 states = states * scales[0, :, :, None, None]
-            split = table, _initial_states(maps, states, count)
+            split = segments, _initial_states(local, steps, states, count, interpret)
         pool = jax.new_ref(recurrent_state)
         out = _pass(
-            qkv, w, r, vec, slot_idx, offsets, first_items, has_initial_state.astype(i32), scales, pool,
-            nk=nk, tiles=_tiles(slot_idx.shape[0], nv, key_dim, value_dim), interpret=interpret, split=split,
+            qkv, w, r, vec, slot_idx, offsets, table, scales, pool,
+            nk=nk, tiles=_tiles(slot_idx.shape[0] * count, nv, key_dim, value_dim), interpret=interpret, split=split,
         )[:total]  # fmt: skip
     if token_scale is not None:
         out = out.reshape(total, nv, value_dim).astype(f32) * (1.0 / token_scale)[..., None]
@@ -1379,11 +1644,16 @@ def _num_segments(total, batch, nv, key_dim, value_dim):
     """In how many segments to cut every row: 1, or as many as leave no multiprocessor idle while their maps are made.
 
     The maps cost as many columns again as the states, so two segments would gain nothing. Under 32 chunks a segment,
-    the steps between the kernels cost more than is saved.
+    the steps between the kernels cost more than is saved. Where fewer than five fit, `_both` has taken over.
     """
-    columns = batch * nv * (value_dim + key_dim) // C
-    count = min(SMS // columns + 1, total // (32 * C))
-    return count if count >= 3 else 1
+    ctas = batch * nv * (value_dim + key_dim) // (C * _map_tiles(key_dim, value_dim))
+    count = min(SMS // ctas + 1, total // (32 * C))
+    return count if count >= 3 and SMS // ctas >= 4 and key_dim <= 128 else 1
+
+
+def _map_tiles(key_dim, value_dim):
+    """Tiles of C columns, of states or maps, of a CTA of `_segment_maps`."""
+    return 2 if (value_dim + key_dim) % (2 * C) == 0 else 1
 
 
 def _num_workers(total, batch, nv, key_dim, value_dim):
