@@ -202,6 +202,13 @@ SIZES = {
     "one head at a time": {"lengths": [1100], "heads": (16, 48, 128, 128), "slots": [0]},
     "split": {"lengths": [6205], "heads": (2, 8, 128, 128), "slots": [0]},
     "many rows": {"lengths": [65] * 40, "heads": (2, 8, 128, 128), "slots": [*range(40)]},
+    "many rows, 16-bit states": {
+        "lengths": [65, 200] * 20,
+        "heads": (2, 8, 128, 128),
+        "slots": [*range(40)],
+        "pool": "bfloat16",
+        "fresh": (1, 5),
+    },
     "float32": {"lengths": [900, 200], "heads": FULL, "slots": [1, 0], "tokens": "float32"},
     "wide": {"lengths": [300, 1, 64], "heads": (4, 8, 256, 256), "slots": [1, 7, 0], "tokens": "float16"},
 }
