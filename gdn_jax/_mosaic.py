@@ -10,9 +10,12 @@ width of the tile or on the path that computed it: that is what makes all paths 
 import math
 
 import jax
+import jax.experimental.mosaic.gpu as mgpu
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, memref
 
 KEY_ROWS = 8
 EPS = 1e-6
@@ -88,6 +91,44 @@ def store(ref, value) -> None:
         plgpu.store(ref, value, optimized=False)
     else:
         ref[...] = value
+
+
+def fetch_to_keep(ref, interpret) -> None:
+    """Sends for the lines of a block of rows in global memory, to be the last that the L2 cache gives up.
+
+    For states that are read at once and written soon after, by many programs: the reads that follow find the lines, and
+    memory serves reads and writes faster (docs/kernels_conv_fold.md). Nothing but time depends on it.
+    """
+    if interpret is not None:
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
+    def fetch(_, block):
+        i32, i64, index = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64), ir.IndexType.get()
+        kind = ir.MemRefType(block.type)
+        itemsize = mgpu.bytewidth(kind.element_type)
+        line_elements = 128 // itemsize
+        rows, columns = kind.shape
+        lines_a_row = -(-columns // line_elements)
+        base, offset, _, _, row_stride, _ = memref.extract_strided_metadata(block)
+        base = memref.extract_aligned_pointer_as_index(base)
+        thread = arith.remui(mgpu.thread_idx(), mgpu.c(128, i32))
+        for first in range(0, rows * lines_a_row, 128):
+            # Threads beyond the last line repeat others.
+            line = arith.remui(arith.addi(thread, mgpu.c(first, i32)), mgpu.c(rows * lines_a_row, i32))
+            line = arith.index_cast(index, line)
+            row, line = (op(line, mgpu.c(lines_a_row, index)) for op in (arith.divui, arith.remui))
+            at = arith.addi(arith.muli(row, row_stride), arith.muli(line, mgpu.c(line_elements, index)))
+            address = arith.addi(base, arith.muli(arith.addi(offset, at), mgpu.c(itemsize, index)))
+            llvm.inline_asm(
+                ir.Type.parse("!llvm.void"),
+                [arith.index_cast(i64, address)],
+                "prefetch.global.L2::evict_last [$0];",
+                "l",
+                has_side_effects=True,
+            )
+
+    fetch(ref)  # pyright: ignore[reportCallIssue]
 
 
 def along_values(x, tile: int, layout) -> jax.Array:

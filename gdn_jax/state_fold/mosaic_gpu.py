@@ -16,6 +16,7 @@ from gdn_jax._mosaic import (
     along_keys,
     along_values,
     compiler_params,
+    fetch_to_keep,
     is_row_of,
     load,
     row_layout,
@@ -119,6 +120,7 @@ def state_fold(recurrent_state, ring, row_ids, ring_row_ids, num_accepted, has_i
 
             @pl.when(jnp.logical_not(fresh))
             def _():
+                fetch_to_keep(pool_g.at[slot, head, pl.ds(first, rows)], interpret)
                 for j, (tile, home) in enumerate(pieces):
                     plgpu.copy_gmem_to_smem(home, tile, arrived.at[j])
 
