@@ -19,6 +19,8 @@ from jaxlib.mlir.dialects import arith, llvm, memref
 
 KEY_ROWS = 8
 EPS = 1e-6
+L2_BYTES = 50 * 1024 * 1024
+"""Second-level cache of a Hopper GPU. Up to that many bytes of states may still be there from the call before."""
 
 
 def compiler_params():

@@ -22,6 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from gdn_jax._mosaic import (
     EPS,
     KEY_ROWS,
+    L2_BYTES,
     along_keys,
     along_values,
     compiler_params,
@@ -65,9 +66,6 @@ _UNROLL = 4
 """Chunks of a state in shared memory that are in registers together."""
 _PIECES = 4
 """Bulk copies that a tile comes in, if its rows can be cut so."""
-_L2_BYTES = 50 * 1024 * 1024
-"""Second-level cache of a Hopper GPU: fewer states than it holds come from there faster than with any request to keep
-them."""
 
 
 def unsupported(
@@ -557,7 +555,7 @@ def run_rows(tokens, rows, pool, ring=None, ring_slot_idx=None, *, plan=None, in
 
             @pl.when(end - start == 1)
             def _():
-                if batch * num_value_heads * key_dim * value_dim * pool.dtype.itemsize > _L2_BYTES:
+                if batch * num_value_heads * key_dim * value_dim * pool.dtype.itemsize > L2_BYTES:
                     fetch_to_keep(pool_g.at[slot, h, :, columns], interpret)
                 for i, piece in enumerate(pieces):
                     plgpu.copy_gmem_to_smem(pool_g.at[slot, h, piece, columns], state_s.at[piece], arrived.at[i])
