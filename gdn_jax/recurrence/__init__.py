@@ -126,8 +126,8 @@ def gated_delta_recurrence_fwd(
             slot's result is unspecified.
         input_row_offsets: `[batch_size + 1]` int32 or uint32: row b spans tokens `[offsets[b], offsets[b+1])`. Values
             past the tokens are clamped; where they decrease the row is empty, and if rows overlap because of it, the
-            outputs of the shared tokens and the derivatives are unspecified (the states are each row's own). Tokens in
-            no row get zero outputs and influence nothing.
+            outputs of the shared tokens and the derivatives are unspecified (in chunks the states of such rows, too).
+            Tokens in no row get zero outputs and influence nothing.
         has_initial_state: `[batch_size]` bool: rows where it is False start from zeros, whatever their slot holds.
         algorithm: "recurrent" goes token by token and is bit-repeatable however a sequence is cut into calls; "chunked"
             is the WY form, for long rows; "auto" decides by shapes alone, under `vmap` by those of all lanes together.

@@ -65,7 +65,7 @@ def _dims(qkv, recurrent_state):
 
 def _is_short(total, batch, nv):
     """Whether rows of this average length are faster token by token: measured, from few rows and from many."""
-    return total < batch * (20 if batch * nv > SMS else 64)
+    return total < batch * (16 if batch * nv > SMS else 64)
 
 
 def unsupported(
@@ -1644,7 +1644,8 @@ def _num_segments(total, batch, nv, key_dim, value_dim):
     """In how many segments to cut every row: 1, or as many as leave no multiprocessor idle while their maps are made.
 
     The maps cost as many columns again as the states, so two segments would gain nothing. Under 32 chunks a segment,
-    the steps between the kernels cost more than is saved. Where fewer than five fit, `_both` has taken over.
+    the steps between the kernels cost more than is saved. Where fewer than five fit, `_both` has taken over. With 256
+    keys the maps of a step are too large for `_initial_states`.
     """
     ctas = batch * nv * (value_dim + key_dim) // (C * _map_tiles(key_dim, value_dim))
     count = min(SMS // ctas + 1, total // (32 * C))
