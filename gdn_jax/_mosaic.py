@@ -3,8 +3,9 @@
 One kernel thread is a warpgroup of 128 lanes. A tile of a state is handled as a list of chunks of
 `KEY_ROWS` key rows by `value_tile` value columns; the eight rows of a chunk sit in one warp, one or two of
 them in a lane, so a sum over the key dimension is a sum over chunks inside a lane followed by a few shuffles,
-and no value crosses warps. The order of every such sum depends on the key dimension alone, never on the
-width of the tile or on the path that computed it: that is what makes all paths agree bit for bit.
+and no value crosses warps (in `Rows` of recurrence/mosaic_gpu.py it does, through shared memory). The order of
+every such sum depends on the key dimension alone, never on the width of the tile or on the path that computed
+it: that is what makes all paths agree bit for bit.
 """
 
 import math
@@ -96,7 +97,7 @@ def store(ref, value) -> None:
 
 
 def fetch_to_keep(ref, interpret) -> None:
-    """Sends for the lines of a block of rows in global memory, to be the last that the L2 cache gives up.
+    """Prefetches a block of rows of global memory into the L2 cache with priority `evict_last`.
 
     For states that are read at once and written soon after, by many programs: the reads that follow find the lines, and
     memory serves reads and writes faster (docs/kernels_conv_fold.md). Nothing but time depends on it.

@@ -16,7 +16,7 @@
 #
 # `python -m benchmarks` measures on the GPU it finds and writes `benchmarks/results/<gpu>.json`; `benchmarks/results`
 # also holds a comparison on a CPU. This notebook measures nothing. It reads every file that is there, so each number
-# below stands in one of them, beside the command that made it.
+# below stands in one of them; the command shown is that of the run with most of its records.
 
 # %%
 import json
@@ -31,8 +31,9 @@ sys.path.insert(0, str(root))
 from benchmarks import cases  # noqa: E402
 
 plt.rcParams["figure.dpi"] = 72
-OWN = ("gdn_jax", "xla")  # what the files call this package: its own choice, or an implementation by name
-PEERS = {"fla": "flash-linear-attention", "jla": "jax-linear-attention", "max": "MAX", "flashinfer": "FlashInfer"}
+# What the files call this package: its own choice, or an implementation by name.
+OWN = ("gdn_jax", "xla", "gdn_jax_triton")
+PEERS = {"fla": "flash-linear-attention", "jla": "jax-linear-attention", "max": "MAX"}
 
 files = {path.stem: json.loads(path.read_text()) for path in sorted((root / "benchmarks" / "results").glob("*.json"))}
 for name, content in files.items():
@@ -144,8 +145,9 @@ for content in rooflines:
 # %% [markdown]
 # ## Peers
 #
-# Time of the peer over the time of this package, in the same run and on the same inputs: right of the line this package
-# is faster, left of it the peer is. The cases it loses are listed by name.
+# Time of the peer over the time of this package, each measured in a process of its own on the same inputs (MAX on
+# another machine, with float32 tokens): right of the line this package is faster, left of it the peer is. The cases it
+# loses are listed by name.
 
 # %%
 for name, content in files.items():

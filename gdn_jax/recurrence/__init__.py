@@ -12,8 +12,8 @@ Source of the rule: Yang, Kautz, Hatamizadeh, "Gated Delta Networks: Improving M
 chunked form: Yang, Wang, Zhang, Shen, Kim, "Parallelizing Linear Transformers with the Delta Rule over Sequence
 Length" (2024).
 
-`scan.py` is the equations, `xla.py` serves every backend, `mosaic_gpu.py` and `mosaic_gpu_chunked.py` are the two GPU
-kernels, token by token and in chunks.
+`scan.py` is the equations, `xla.py` serves every backend, `mosaic_gpu.py` and `mosaic_gpu_chunked.py` are the
+kernels for Hopper, token by token and in chunks, `triton.py` and `triton_chunked.py` those for other GPUs.
 """
 
 from typing import Literal

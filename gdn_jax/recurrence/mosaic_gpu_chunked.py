@@ -19,7 +19,8 @@ log decays, all of them at most 1.
 
 Two kernels. `_prepare` works on all chunks at once and writes W, R and three vectors a chunk and value head. `_pass`
 walks each (row, value head, columns) serially: warpgroups with 64 value columns each carry S^T as float32 accumulators,
-and one more streams the inputs. Where that leaves many multiprocessors idle, `_both` does the two side by side.
+and one more streams the inputs. Where that leaves many multiprocessors idle, `_both` does the two side by side, and
+with few heads and long rows, rows are cut into segments first (`_segment_maps`, `_initial_states`).
 docs/kernels_chunked.md has the whole story.
 """
 
@@ -770,7 +771,7 @@ def _params():
 
 
 def _passing(qkv, pool, batch, rows, *, nk, tiles, split, scaled_states, interpret):
-    """(what a CTA does for one row, value head and columns, buffers, barriers)."""
+    """(what a CTA does, buffers, barriers): one (row, value head, columns), or several one after the other."""
     total = qkv.shape[0]
     max_slots, nv, key_dim, value_dim = pool.shape
     group = nv // nk
@@ -1643,9 +1644,9 @@ def _tiles(batch, nv, key_dim, value_dim):
 def _num_segments(total, batch, nv, key_dim, value_dim):
     """In how many segments to cut every row: 1, or as many as leave no multiprocessor idle while their maps are made.
 
-    The maps cost as many columns again as the states, so two segments would gain nothing. Under 32 chunks a segment,
-    the steps between the kernels cost more than is saved. Where fewer than five fit, `_both` has taken over. With 256
-    keys the maps of a step are too large for `_initial_states`.
+    The maps cost as many columns again as the states, so two segments would gain nothing. Under 32 chunks of the batch
+    for each, the steps between the kernels cost more than is saved. Where fewer than five fit, `_both` has taken over.
+    With 256 keys the maps of a step are too large for `_initial_states`.
     """
     ctas = batch * nv * (value_dim + key_dim) // (C * _map_tiles(key_dim, value_dim))
     count = min(SMS // ctas + 1, total // (32 * C))
