@@ -20,7 +20,7 @@ from jaxlib.mlir.dialects import arith, llvm, memref
 
 KEY_ROWS = 8
 EPS = 1e-6
-L2_BYTES = 50 * 1024 * 1024
+_L2_BYTES = 50 * 1024 * 1024
 """Second-level cache of a Hopper GPU. Up to that many bytes of states may still be there from the call before."""
 
 
@@ -96,13 +96,14 @@ def store(ref, value) -> None:
         ref[...] = value
 
 
-def fetch_to_keep(ref, interpret) -> None:
+def fetch_to_keep(ref, states_bytes, interpret) -> None:
     """Prefetches a block of rows of global memory into the L2 cache with priority `evict_last`.
 
     For states that are read at once and written soon after, by many programs: the reads that follow find the lines, and
     memory serves reads and writes faster (docs/kernels_conv_fold.md). Nothing but time depends on it.
+    Left out where all states of the call, `states_bytes`, fit into that cache: there it costs time.
     """
-    if interpret is not None:
+    if interpret is not None or states_bytes <= _L2_BYTES:
         return
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))

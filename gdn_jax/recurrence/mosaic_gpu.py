@@ -22,7 +22,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from gdn_jax._mosaic import (
     EPS,
     KEY_ROWS,
-    L2_BYTES,
     along_keys,
     along_values,
     compiler_params,
@@ -555,8 +554,8 @@ def run_rows(tokens, rows, pool, ring=None, ring_slot_idx=None, *, plan=None, in
 
             @pl.when(end - start == 1)
             def _():
-                if batch * num_value_heads * key_dim * value_dim * pool.dtype.itemsize > L2_BYTES:
-                    fetch_to_keep(pool_g.at[slot, h, :, columns], interpret)
+                states_bytes = batch * num_value_heads * key_dim * value_dim * pool.dtype.itemsize
+                fetch_to_keep(pool_g.at[slot, h, :, columns], states_bytes, interpret)
                 for i, piece in enumerate(pieces):
                     plgpu.copy_gmem_to_smem(pool_g.at[slot, h, piece, columns], state_s.at[piece], arrived.at[i])
                 value = load(qkv_g.at[start, pl.ds(value_at + v0, tile)], part.value_layout)

@@ -164,10 +164,10 @@ def _copy_target(interpret, shape, dtype, *more):
     return plgpu.RefUnion([rows], [_swizzled(shape, dtype)], *[[x] for x in more])
 
 
-def _aliases(interpret, ref, count=2):
+def _aliases(interpret, ref):
     """(what copies use, what products use, further aliases) of a `_copy_target`."""
     if interpret is not None:
-        return (ref,) * count
+        return ref, ref
     return tuple(alias for (alias,) in ref)
 
 

@@ -13,7 +13,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from gdn_jax._mosaic import (
-    L2_BYTES,
     along_keys,
     along_values,
     compiler_params,
@@ -121,8 +120,8 @@ def state_fold(recurrent_state, ring, row_ids, ring_row_ids, num_accepted, has_i
 
             @pl.when(jnp.logical_not(fresh))
             def _():
-                if num_layers * batch * num_value_heads * key_dim * value_dim * itemsize > L2_BYTES:
-                    fetch_to_keep(pool_g.at[slot, head, pl.ds(first, rows)], interpret)
+                states_bytes = num_layers * batch * num_value_heads * key_dim * value_dim * itemsize
+                fetch_to_keep(pool_g.at[slot, head, pl.ds(first, rows)], states_bytes, interpret)
                 for j, (tile, home) in enumerate(pieces):
                     plgpu.copy_gmem_to_smem(home, tile, arrived.at[j])
 
