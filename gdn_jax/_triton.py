@@ -92,19 +92,25 @@ def sum_last(x):
 
 
 @triton.jit
-def sums_over_rows(a, b, SPREAD: tl.constexpr):
-    """The sums of the rows of each: halves onto one another until SPREAD are left, and then neighbours.
-
-    Those are turned, so that a thread has a column of both: one way through shared memory, instead of a butterfly
-    between threads for each column that a thread has.
-    """
+def sums_in_threads(a, b, SPREAD: tl.constexpr):
+    """The rows of each, halves onto one another until SPREAD are left, one a thread."""
     rows: tl.constexpr = a.shape[0]
     if rows > SPREAD:
         shape: tl.constexpr = (2, rows // 2, a.shape[1])
         a, b = tl.reduce((tl.reshape(a, shape), tl.reshape(b, shape)), 0, sum_of_two)
-        return sums_over_rows(a, b, SPREAD)
+        return sums_in_threads(a, b, SPREAD)
     else:
-        return tl.split(sum_last(tl.permute(tl.join(a, b), (1, 2, 0))))
+        return a, b
+
+
+@triton.jit
+def sums_of_neighbours(a, b):
+    """The sums of the rows of each, neighbours first.
+
+    They are turned, so that a thread has a column of both: one way through shared memory, instead of a butterfly
+    between threads for each column that a thread has.
+    """
+    return tl.split(sum_last(tl.permute(tl.join(a, b), (1, 2, 0))))
 
 
 @triton.jit
@@ -194,9 +200,24 @@ def tile_masks(is_row, is_column):
 def load_parts(at, step, masks, EVICTION: tl.constexpr):
     parts = ()
     for i in tl.static_range(PARTS):
-        part = tl.load(at + i * step, mask=masks[i], other=0.0, eviction_policy=EVICTION)
-        parts += (part.to(tl.float32),)
+        parts += (tl.load(at + i * step, mask=masks[i], other=0.0, eviction_policy=EVICTION),)
     return parts
+
+
+@triton.jit
+def float_parts(parts):
+    floats = ()
+    for i in tl.static_range(PARTS):
+        floats += (parts[i].to(tl.float32),)
+    return floats
+
+
+@triton.jit
+def zero_parts(at):
+    zeros = ()
+    for i in tl.static_range(PARTS):
+        zeros += (tl.zeros(at.shape, at.dtype.element_ty),)
+    return zeros
 
 
 @triton.jit
@@ -240,10 +261,16 @@ def product_with_state(state, vector):
 
 
 @triton.jit
-def token_output(state, key, query, value, decay, beta, SPREAD: tl.constexpr, SCALE: tl.constexpr):
+def sums_of_state(state, key, query, SPREAD: tl.constexpr):
+    """What is left in the threads of the sums of a state, tile by tile, with the key and with the query."""
+    return sums_in_threads(product_with_state(state, key), product_with_state(state, query), SPREAD)
+
+
+@triton.jit
+def token_output(sums, key, query, value, decay, beta, SCALE: tl.constexpr):
     """One token over a tile of a state: the output, and what the raw key is multiplied by in the update.
 
-    Both sums over the state, with the key and with the query, are taken of the old one, in one sweep:
+    Both sums over the state, with the key and with the query (`sums_of_state`), are of the old one, in one sweep:
 
         S'^T q = decay * S^T q + (k . q) * factor        where        S' = decay * S + k factor^T
     """
@@ -251,8 +278,7 @@ def token_output(state, key, query, value, decay, beta, SPREAD: tl.constexpr, SC
     key_square, query_square, key_query = sums_of_vectors(*squares)
     key_scale = tl.math.rsqrt(key_square + EPS)
     query_scale = tl.math.rsqrt(query_square + EPS) * SCALE
-    against = product_with_state(state, key), product_with_state(state, query)
-    against_key, against_query = sums_over_rows(*against, SPREAD)
+    against_key, against_query = sums_of_neighbours(*sums)
     factor = (value - against_key * (decay * key_scale)) * (beta * key_scale)
     return (against_query * decay + key_query * factor) * query_scale, factor
 
@@ -265,77 +291,8 @@ def load_token(
     """Key and query in parts, value (a tile of it), decay and beta of value head h for one token, in float32."""
     hk = h // (NV // NK)
     at = qkv + tl.cast(t, tl.int64) * (2 * NK * KD + NV * VD)
-    key = load_parts(at + (NK + hk) * KD + key_index, key_index.shape[0], is_key, "")
-    query = load_parts(at + hk * KD + key_index, key_index.shape[0], is_key, "")
+    key = float_parts(load_parts(at + (NK + hk) * KD + key_index, key_index.shape[0], is_key, ""))
+    query = float_parts(load_parts(at + hk * KD + key_index, key_index.shape[0], is_key, ""))
     value = load_float(at + 2 * NK * KD + h * VD + value_index, value_index < VD)
     gate = tl.cast(t, tl.int64) * NV + h
     return key, query, value, tl.load(decay + gate), tl.load(beta + gate)
-
-
-@triton.jit
-def run_row(
-    qkv, decay, beta, slot_idx, offsets, has_initial_state, pool, out, ring, ring_slot_idx,
-    T, B, MAX_SLOTS, RING_ROWS, NK: tl.constexpr, NV: tl.constexpr, KD: tl.constexpr, VD: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, SPREAD: tl.constexpr, SCALE: tl.constexpr, AHEAD: tl.constexpr,
-    RING_LEN: tl.constexpr, STRIDE: tl.constexpr,
-):  # fmt: skip
-    """Takes one tile of one state through the tokens of its row.
-
-    RING_LEN -1 is the forward. Otherwise rows of at most RING_LEN tokens leave the pool alone and write one record a
-    token and key head. With AHEAD, a token is loaded while the one before it is computed: which costs registers, and so
-    programs in flight, that rows of one token have a better use for.
-    """
-    TILES: tl.constexpr = (VD + COLUMNS - 1) // COLUMNS
-    program = tl.program_id(0)
-    v0 = program % TILES * COLUMNS
-    h = program // TILES % NV
-    b = program // (TILES * NV)
-    slot, start, end, live = row_of(slot_idx, offsets, b, T, MAX_SLOTS)
-    has_state = tl.load(has_initial_state + b) != 0
-    PART: tl.constexpr = ROWS // PARTS
-    key_index = tl.arange(0, PART)
-    is_key = row_masks(key_index, KD)
-    value_index = v0 + tl.arange(0, COLUMNS)
-    out_columns = h * VD + value_index
-    if live & (end > start):
-        # Before the state, whose arrival is waited for.
-        token = load_token(qkv, decay, beta, start, h, key_index, is_key, value_index, NK, NV, KD, VD)
-        state_at = pool + (slot * NV + h) * (KD * VD) + key_index[:, None] * VD + value_index[None, :]
-        inside = tile_masks(is_key, value_index < VD)
-        # A forward writes where it read: until then the cache is to keep it, and afterwards nobody asks for it.
-        EVICTION: tl.constexpr = "evict_last" if RING_LEN < 0 else "evict_first"
-        state = load_parts(state_at, PART * VD, each_and(inside, has_state), EVICTION)
-        needed = end - start > RING_LEN
-        if RING_LEN >= 0:
-            ring_slot = tl.load(ring_slot_idx + b)
-            records = (ring_slot >= 0) & (ring_slot < RING_ROWS) & (needed == 0)
-            GROUP: tl.constexpr = NV // NK
-            record_at = ring + (tl.cast(ring_slot, tl.int64) * NK + h // GROUP) * (RING_LEN * STRIDE)
-            member = h % GROUP
-        for t in range(start, end):
-            key, query, value, d, bt = token
-            if AHEAD:
-                token = load_token(
-                    qkv, decay, beta, tl.minimum(t + 1, end - 1), h, key_index, is_key, value_index, NK, NV, KD, VD
-                )
-            o, factor = token_output(state, key, query, value, d, bt, SPREAD, SCALE)
-            # After the last token of a verify nothing asks for the state.
-            if needed | (t + 1 < end):
-                state = update_parts(state, key, factor, d)
-            out_at = out + tl.cast(t, tl.int64) * (NV * VD) + out_columns
-            tl.store(out_at, o.to(out.dtype.element_ty), mask=value_index < VD)
-            if RING_LEN >= 0:
-                to = record_at + (t - start) * STRIDE
-                tl.store(
-                    to + KD + member * VD + value_index, factor.to(ring.dtype.element_ty), (value_index < VD) & records
-                )
-                first = records & (v0 == 0)
-                tl.store(to + KD + GROUP * VD + member, d.to(ring.dtype.element_ty), first)
-                if first & (member == 0):
-                    store_parts(to + key_index, PART, key, is_key, "")
-            if (AHEAD == 0) & (t + 1 < end):
-                token = load_token(qkv, decay, beta, t + 1, h, key_index, is_key, value_index, NK, NV, KD, VD)
-        store_parts(state_at, PART * VD, state, each_and(inside, needed), "evict_first")
-    if not live:
-        zero_tokens(out, start, end, out_columns, value_index < VD, NV * VD)
-    zero_uncovered(offsets, out, out_columns, value_index < VD, b, B, T, NV * VD)

@@ -1,9 +1,47 @@
 """The speculative verify in Triton: the rows of the forward, records instead of states."""
 
+import os
+
 import jax
 
 from gdn_jax._compat import triton_call
-from gdn_jax._triton import row_launch, run_row, tl, triton, unsupported_head_dims
+from gdn_jax._triton import (
+    PARTS,
+    each_and,
+    float_parts,
+    load_parts,
+    load_token,
+    row_launch,
+    row_masks,
+    row_of,
+    store_parts,
+    sums_of_state,
+    tile_masks,
+    tl,
+    token_output,
+    triton,
+    unsupported_head_dims,
+    update_parts,
+    zero_tokens,
+    zero_parts,
+    zero_uncovered,
+)
+
+
+@triton.jit
+def store_token(
+    out, o, record, key, factor, decay, t, h, value_index, is_value, key_index, is_key, wanted, recorded, of_tile,
+    NV: tl.constexpr, GROUP: tl.constexpr, KD: tl.constexpr, VD: tl.constexpr,
+):  # fmt: skip
+    """One token's output, if `wanted`, and its record, if `recorded`; the part that does not depend on the tile if `of_tile`."""
+    out_at = out + tl.cast(t, tl.int64) * (NV * VD) + h * VD + value_index
+    tl.store(out_at, o.to(out.dtype.element_ty), is_value & wanted)
+    member = h % GROUP
+    factor_at = record + KD + member * VD + value_index
+    tl.store(factor_at, factor.to(record.dtype.element_ty), is_value & recorded)
+    tl.store(record + KD + GROUP * VD + member, decay.to(record.dtype.element_ty), recorded & of_tile)
+    if recorded & of_tile & (member == 0):
+        store_parts(record + key_index, key_index.shape[0], key, is_key, "")
 
 
 @triton.jit
@@ -11,13 +49,79 @@ def verify_kernel(
     qkv, decay, beta, slot_idx, ring_slot_idx, offsets, has_initial_state, T, B, MAX_SLOTS, RING_ROWS, pool, ring, out,
     pool_again: tl.constexpr, ring_again: tl.constexpr, NK: tl.constexpr, NV: tl.constexpr,
     KD: tl.constexpr, VD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    SPREAD: tl.constexpr, SCALE: tl.constexpr, AHEAD: tl.constexpr, RING_LEN: tl.constexpr,
+    SPREAD: tl.constexpr, SCALE: tl.constexpr, HEADS: tl.constexpr, RING_LEN: tl.constexpr,
     STRIDE: tl.constexpr,
 ):  # fmt: skip
-    run_row(
-        qkv, decay, beta, slot_idx, offsets, has_initial_state, pool, out, ring, ring_slot_idx, T, B, MAX_SLOTS,
-        RING_ROWS, NK, NV, KD, VD, ROWS, COLUMNS, SPREAD, SCALE, AHEAD, RING_LEN, STRIDE,
-    )  # fmt: skip
+    """Takes the same tile of the states of HEADS heads, one after another, through the tokens of their row.
+
+    The last token asks for no new state, so the next head's is on its way as soon as the sums over the old one are
+    taken: in the same registers.
+    """
+    TILES: tl.constexpr = (VD + COLUMNS - 1) // COLUMNS
+    GROUP: tl.constexpr = NV // NK
+    PART: tl.constexpr = ROWS // PARTS
+    program = tl.program_id(0)
+    v0 = program % TILES * COLUMNS
+    h0 = program // TILES % (NV // HEADS) * HEADS
+    b = program // (TILES * (NV // HEADS))
+    slot, start, end, live = row_of(slot_idx, offsets, b, T, MAX_SLOTS)
+    has_state = tl.load(has_initial_state + b) != 0
+    key_index = tl.arange(0, PART)
+    is_key = row_masks(key_index, KD)
+    value_index = v0 + tl.arange(0, COLUMNS)
+    is_value = value_index < VD
+    if live & (end > start):
+        # Before the state, whose arrival is waited for.
+        token = load_token(qkv, decay, beta, start, h0, key_index, is_key, value_index, NK, NV, KD, VD)
+        state_at = pool + (slot * NV + h0) * (KD * VD) + key_index[:, None] * VD + value_index[None, :]
+        inside = tile_masks(is_key, is_value)
+        if has_state:
+            loaded = load_parts(state_at, PART * VD, inside, "evict_first")
+        else:
+            loaded = zero_parts(state_at)
+        # A row that the ring has no room for writes its state.
+        committed = end - start > RING_LEN
+        ring_slot = tl.load(ring_slot_idx + b)
+        recorded = (ring_slot >= 0) & (ring_slot < RING_ROWS) & (committed == 0)
+        row_at = ring + tl.cast(ring_slot, tl.int64) * (NK * RING_LEN * STRIDE)
+        updates = tl.where(committed, end, end - 1)
+        for h in range(h0, h0 + HEADS):
+            state = float_parts(loaded)
+            record = row_at + h // GROUP * (RING_LEN * STRIDE)
+            for t in range(start, updates):
+                key, query, value, d, bt = token
+                after = tl.minimum(t + 1, end - 1)
+                token = load_token(qkv, decay, beta, after, h, key_index, is_key, value_index, NK, NV, KD, VD)
+                sums = sums_of_state(state, key, query, SPREAD)
+                o, factor = token_output(sums, key, query, value, d, bt, SCALE)
+                state = update_parts(state, key, factor, d)
+                store_token(
+                    out, o, record, key, factor, d, t, h, value_index, is_value, key_index, is_key, True, recorded, v0 == 0,
+                    NV, GROUP, KD, VD,
+                )  # fmt: skip
+                record += STRIDE
+            if committed:
+                store_parts(state_at, PART * VD, state, inside, "evict_first")
+            # The last token; of a row that is committed once more, for nothing.
+            key, query, value, d, bt = token
+            after = tl.minimum(h + 1, h0 + HEADS - 1)
+            token = load_token(qkv, decay, beta, start, after, key_index, is_key, value_index, NK, NV, KD, VD)
+            sums = sums_of_state(state, key, query, SPREAD)
+            state_at += (after - h) * (KD * VD)
+            if has_state:
+                loaded = load_parts(state_at, PART * VD, inside, "evict_first")
+            else:
+                loaded = zero_parts(state_at)
+            o, factor = token_output(sums, key, query, value, d, bt, SCALE)
+            store_token(
+                out, o, record, key, factor, d, end - 1, h, value_index, is_value, key_index, is_key, committed == 0, recorded,
+                v0 == 0, NV, GROUP, KD, VD,
+            )  # fmt: skip
+    for h in range(h0, h0 + HEADS):
+        out_columns = h * VD + value_index
+        if not live:
+            zero_tokens(out, start, end, out_columns, is_value, NV * VD)
+        zero_uncovered(offsets, out, out_columns, is_value, b, B, T, NV * VD)
 
 
 def unsupported(
@@ -45,6 +149,11 @@ def verify_ring(
     max_slots, nv, _, vd = recurrent_state.shape
     batch = slot_idx.shape[0]
     operands = (qkv, decay, beta, slot_idx, ring_slot_idx, input_row_offsets, has_initial_state)
+    launch = row_launch(qkv, recurrent_state, batch)
+    heads = int(os.environ.get("HEADS", "8"))
+    launch.pop("AHEAD")
+    launch["grid"] = (launch["grid"][0] // heads,)
+    launch["HEADS"] = heads
     (out,), (pool, ring) = triton_call(
         verify_kernel,
         [*operands, qkv.shape[0], batch, max_slots, ring.shape[0]],
@@ -52,6 +161,6 @@ def verify_ring(
         [jax.ShapeDtypeStruct((qkv.shape[0], nv * vd), qkv.dtype)],
         RING_LEN=ring.shape[2],
         STRIDE=ring.shape[3],
-        **row_launch(qkv, recurrent_state, batch),
+        **launch,
     )
     return out, ring, pool
