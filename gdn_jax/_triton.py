@@ -141,13 +141,18 @@ def zero_tokens(out, start, end, columns, column_mask, STRIDE: tl.constexpr):
 
 
 @triton.jit
-def zero_uncovered(offsets, out, columns, column_mask, b, B, T, STRIDE: tl.constexpr):
-    """Zeroes the tokens of no row among the chunks `b, b + B, ..` of the token array.
+def tokens_uncovered(offsets, B, T):
+    """Whether there may be tokens of no row.
 
-    If the offsets begin at the first token and end at the last, every token lies in a row, however they run between;
-    the search is for the other case.
+    If the offsets begin at the first token and end at the last, every token lies in a row, however they run between.
     """
-    if (tl.load(offsets) > 0) | (tl.load(offsets + B) < T):
+    return (tl.load(offsets) > 0) | (tl.load(offsets + B) < T)
+
+
+@triton.jit
+def zero_uncovered(offsets, out, columns, column_mask, b, B, T, STRIDE: tl.constexpr):
+    """Zeroes the tokens of no row among the chunks `b, b + B, ..` of the token array."""
+    if tokens_uncovered(offsets, B, T):
         for first in range(b * ZERO_CHUNK, T, B * ZERO_CHUNK):
             tokens = first + tl.arange(0, ZERO_CHUNK)
             bare = tokens < T
@@ -174,7 +179,7 @@ def last_row_with(offsets, tokens, B, ROWS: tl.constexpr):
 def update(state, key, factor, decay):
     """`fma(key, factor^T, state * decay)`: with exactly these two roundings, the forward and the fold round alike."""
     scaled = state * decay
-    key = tl.broadcast_to(key[:, None], state.shape)
+    key = tl.broadcast_to(key, state.shape)
     factor = tl.broadcast_to(factor[None, :], state.shape)
     return tl.fma(key, factor, scaled)
 
@@ -243,6 +248,14 @@ def update_parts(state, key, factor, decay):
 
 
 @triton.jit
+def as_rows(vector):
+    rows = ()
+    for i in tl.static_range(PARTS):
+        rows += (vector[i][:, None],)
+    return rows
+
+
+@triton.jit
 def product_of_vectors(a, b):
     """Elements whose sum is the inner product."""
     total = a[0] * b[0]
@@ -252,11 +265,11 @@ def product_of_vectors(a, b):
 
 
 @triton.jit
-def product_with_state(state, vector):
+def product_with_state(state, rows):
     """Rows whose sum is `state^T vector`."""
-    total = state[0] * vector[0][:, None]
+    total = state[0] * rows[0]
     for i in tl.static_range(1, PARTS):
-        total = tl.fma(state[i], tl.broadcast_to(vector[i][:, None], total.shape), total)
+        total = tl.fma(state[i], tl.broadcast_to(rows[i], total.shape), total)
     return total
 
 
@@ -284,15 +297,21 @@ def token_output(sums, key, query, value, decay, beta, SCALE: tl.constexpr):
 
 
 @triton.jit
-def load_token(
-    qkv, decay, beta, t, h, key_index, is_key, value_index,
+def token_at(
+    qkv, decay, beta, t, h, v0,
     NK: tl.constexpr, NV: tl.constexpr, KD: tl.constexpr, VD: tl.constexpr,
 ):  # fmt: skip
-    """Key and query in parts, value (a tile of it), decay and beta of value head h for one token, in float32."""
+    """Where the query, the key, the value (from column v0 on), decay and beta of value head h of a token begin."""
     hk = h // (NV // NK)
     at = qkv + tl.cast(t, tl.int64) * (2 * NK * KD + NV * VD)
-    key = float_parts(load_parts(at + (NK + hk) * KD + key_index, key_index.shape[0], is_key, ""))
-    query = float_parts(load_parts(at + hk * KD + key_index, key_index.shape[0], is_key, ""))
-    value = load_float(at + 2 * NK * KD + h * VD + value_index, value_index < VD)
     gate = tl.cast(t, tl.int64) * NV + h
-    return key, query, value, tl.load(decay + gate), tl.load(beta + gate)
+    return at + hk * KD, at + (NK + hk) * KD, at + 2 * NK * KD + h * VD + v0, decay + gate, beta + gate
+
+
+@triton.jit
+def load_token(at, key_index, is_key, column, is_value):
+    """Key and query in parts, value (a tile of it), decay and beta, in float32."""
+    query, key, value, decay, beta = at
+    query = float_parts(load_parts(query + key_index, key_index.shape[0], is_key, ""))
+    key = float_parts(load_parts(key + key_index, key_index.shape[0], is_key, ""))
+    return key, query, load_float(value + column, is_value), tl.load(decay), tl.load(beta)

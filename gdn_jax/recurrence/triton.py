@@ -11,6 +11,7 @@ import jax
 from gdn_jax._compat import triton_call
 from gdn_jax._triton import (
     PARTS,
+    as_rows,
     each_and,
     float_parts,
     load_parts,
@@ -22,6 +23,7 @@ from gdn_jax._triton import (
     sums_of_state,
     tile_masks,
     tl,
+    token_at,
     token_output,
     triton,
     unsupported_head_dims,
@@ -54,29 +56,31 @@ def forward_kernel(
     PART: tl.constexpr = ROWS // PARTS
     key_index = tl.arange(0, PART)
     is_key = row_masks(key_index, KD)
-    value_index = v0 + tl.arange(0, COLUMNS)
-    is_value = value_index < VD
-    out_columns = h * VD + value_index
+    column = tl.arange(0, COLUMNS)
+    is_value = v0 + column < VD
+    out_columns = h * VD + v0 + column
     if live & (end > start):
         # Before the state, whose arrival is waited for.
-        token = load_token(qkv, decay, beta, start, h, key_index, is_key, value_index, NK, NV, KD, VD)
-        state_at = pool + (slot * NV + h) * (KD * VD) + key_index[:, None] * VD + value_index[None, :]
+        at = token_at(qkv, decay, beta, start, h, v0, NK, NV, KD, VD)
+        token = load_token(at, key_index, is_key, column, is_value)
+        state_at = pool + (slot * NV + h) * (KD * VD) + v0 + key_index[:, None] * VD + column[None, :]
         inside = tile_masks(is_key, is_value)
         # It is written where it was read: until then the cache is to keep it, and afterwards nobody asks for it.
         state = float_parts(load_parts(state_at, PART * VD, each_and(inside, has_state), "evict_last"))
         for t in range(start, end):
             key, query, value, d, bt = token
             if AHEAD:
-                token = load_token(
-                    qkv, decay, beta, tl.minimum(t + 1, end - 1), h, key_index, is_key, value_index, NK, NV, KD, VD
-                )
-            sums = sums_of_state(state, key, query, SPREAD)
+                at = token_at(qkv, decay, beta, tl.minimum(t + 1, end - 1), h, v0, NK, NV, KD, VD)
+                token = load_token(at, key_index, is_key, column, is_value)
+            key_rows, query_rows = as_rows(key), as_rows(query)
+            sums = sums_of_state(state, key_rows, query_rows, SPREAD)
             o, factor = token_output(sums, key, query, value, d, bt, SCALE)
-            state = update_parts(state, key, factor, d)
+            state = update_parts(state, key_rows, factor, d)
             out_at = out + tl.cast(t, tl.int64) * (NV * VD) + out_columns
             tl.store(out_at, o.to(out.dtype.element_ty), mask=is_value)
             if (AHEAD == 0) & (t + 1 < end):
-                token = load_token(qkv, decay, beta, t + 1, h, key_index, is_key, value_index, NK, NV, KD, VD)
+                at = token_at(qkv, decay, beta, t + 1, h, v0, NK, NV, KD, VD)
+                token = load_token(at, key_index, is_key, column, is_value)
         store_parts(state_at, PART * VD, state, inside, "evict_first")
     if not live:
         zero_tokens(out, start, end, out_columns, is_value, NV * VD)

@@ -7,7 +7,6 @@ import jax
 from gdn_jax._compat import triton_call
 from gdn_jax._triton import (
     PARTS,
-    each_and,
     float_parts,
     load_parts,
     load_token,
@@ -18,7 +17,9 @@ from gdn_jax._triton import (
     sums_of_state,
     tile_masks,
     tl,
+    token_at,
     token_output,
+    tokens_uncovered,
     triton,
     unsupported_head_dims,
     update_parts,
@@ -28,16 +29,56 @@ from gdn_jax._triton import (
 )
 
 
+_PROGRAMS = 1024
+
+
+@triton.jit
+def tokens_later(at, count, NK: tl.constexpr, NV: tl.constexpr, KD: tl.constexpr, VD: tl.constexpr):
+    query, key, value, decay, beta = at
+    step = count * (2 * NK * KD + NV * VD)
+    return query + step, key + step, value + step, decay + count * NV, beta + count * NV
+
+
+@triton.jit
+def load_packed(at, key_index, is_key, column, is_value):
+    """A token, with each element of the key and the one of the query beside it as the halves of a 64-bit number.
+
+    That is how they go to the threads that have their rows: once a part, in a chain of waits, and not once for either.
+    """
+    key, query, value, decay, beta = load_token(at, key_index, is_key, column, is_value)
+    both = ()
+    for i in tl.static_range(PARTS):
+        low = key[i].to(tl.uint32, bitcast=True).to(tl.uint64)
+        both += (low | (query[i].to(tl.uint32, bitcast=True).to(tl.uint64) << 32),)
+    return both, value, decay, beta
+
+
+@triton.jit
+def across(both, COLUMNS: tl.constexpr):
+    parts = ()
+    for i in tl.static_range(PARTS):
+        parts += (tl.broadcast_to(both[i][:, None], (both[i].shape[0], COLUMNS)),)
+    return parts
+
+
+@triton.jit
+def unpacked(both):
+    key = ()
+    query = ()
+    for i in tl.static_range(PARTS):
+        key += (both[i].to(tl.uint32).to(tl.float32, bitcast=True),)
+        query += ((both[i] >> 32).to(tl.uint32).to(tl.float32, bitcast=True),)
+    return key, query
+
+
 @triton.jit
 def store_token(
-    out, o, record, key, factor, decay, t, h, value_index, is_value, key_index, is_key, wanted, recorded, of_tile,
-    NV: tl.constexpr, GROUP: tl.constexpr, KD: tl.constexpr, VD: tl.constexpr,
+    out, o, record, key, factor, decay, member, column, is_value, key_index, is_key, wanted, recorded, of_tile,
+    v0, GROUP: tl.constexpr, KD: tl.constexpr, VD: tl.constexpr,
 ):  # fmt: skip
-    """One token's output, if `wanted`, and its record, if `recorded`; the part that does not depend on the tile if `of_tile`."""
-    out_at = out + tl.cast(t, tl.int64) * (NV * VD) + h * VD + value_index
-    tl.store(out_at, o.to(out.dtype.element_ty), is_value & wanted)
-    member = h % GROUP
-    factor_at = record + KD + member * VD + value_index
+    """One token's output, if `wanted`, and its record, if `recorded`; what does not depend on the tile if `of_tile`."""
+    tl.store(out + column, o.to(out.dtype.element_ty), is_value & wanted)
+    factor_at = record + (KD + member * VD + v0) + column
     tl.store(factor_at, factor.to(record.dtype.element_ty), is_value & recorded)
     tl.store(record + KD + GROUP * VD + member, decay.to(record.dtype.element_ty), recorded & of_tile)
     if recorded & of_tile & (member == 0):
@@ -68,12 +109,13 @@ def verify_kernel(
     has_state = tl.load(has_initial_state + b) != 0
     key_index = tl.arange(0, PART)
     is_key = row_masks(key_index, KD)
-    value_index = v0 + tl.arange(0, COLUMNS)
-    is_value = value_index < VD
+    column = tl.arange(0, COLUMNS)
+    is_value = v0 + column < VD
     if live & (end > start):
         # Before the state, whose arrival is waited for.
-        token = load_token(qkv, decay, beta, start, h0, key_index, is_key, value_index, NK, NV, KD, VD)
-        state_at = pool + (slot * NV + h0) * (KD * VD) + key_index[:, None] * VD + value_index[None, :]
+        at = token_at(qkv, decay, beta, start, h0, v0, NK, NV, KD, VD)
+        token = load_packed(at, key_index, is_key, column, is_value)
+        state_at = pool + (slot * NV + h0) * (KD * VD) + v0 + key_index[:, None] * VD + column[None, :]
         inside = tile_masks(is_key, is_value)
         if has_state:
             loaded = load_parts(state_at, PART * VD, inside, "evict_first")
@@ -88,25 +130,32 @@ def verify_kernel(
         for h in range(h0, h0 + HEADS):
             state = float_parts(loaded)
             record = row_at + h // GROUP * (RING_LEN * STRIDE)
+            out_at = out + tl.cast(start, tl.int64) * (NV * VD) + h * VD + v0
             for t in range(start, updates):
-                key, query, value, d, bt = token
-                after = tl.minimum(t + 1, end - 1)
-                token = load_token(qkv, decay, beta, after, h, key_index, is_key, value_index, NK, NV, KD, VD)
-                sums = sums_of_state(state, key, query, SPREAD)
+                both, value, d, bt = token
+                at = tokens_later(at, tl.where(t + 1 < end, 1, 0), NK, NV, KD, VD)
+                token = load_packed(at, key_index, is_key, column, is_value)
+                key, query = unpacked(both)
+                key_rows, query_rows = unpacked(across(both, COLUMNS))
+                sums = sums_of_state(state, key_rows, query_rows, SPREAD)
                 o, factor = token_output(sums, key, query, value, d, bt, SCALE)
-                state = update_parts(state, key, factor, d)
+                state = update_parts(state, key_rows, factor, d)
                 store_token(
-                    out, o, record, key, factor, d, t, h, value_index, is_value, key_index, is_key, True, recorded, v0 == 0,
-                    NV, GROUP, KD, VD,
+                    out_at, o, record, key, factor, d, h % GROUP, column, is_value, key_index, is_key, True, recorded,
+                    v0 == 0, v0, GROUP, KD, VD,
                 )  # fmt: skip
                 record += STRIDE
+                out_at += NV * VD
             if committed:
                 store_parts(state_at, PART * VD, state, inside, "evict_first")
             # The last token; of a row that is committed once more, for nothing.
-            key, query, value, d, bt = token
+            both, value, d, bt = token
             after = tl.minimum(h + 1, h0 + HEADS - 1)
-            token = load_token(qkv, decay, beta, start, after, key_index, is_key, value_index, NK, NV, KD, VD)
-            sums = sums_of_state(state, key, query, SPREAD)
+            at = token_at(qkv, decay, beta, start, after, v0, NK, NV, KD, VD)
+            token = load_packed(at, key_index, is_key, column, is_value)
+            key, query = unpacked(both)
+            key_rows, query_rows = unpacked(across(both, COLUMNS))
+            sums = sums_of_state(state, key_rows, query_rows, SPREAD)
             state_at += (after - h) * (KD * VD)
             if has_state:
                 loaded = load_parts(state_at, PART * VD, inside, "evict_first")
@@ -114,14 +163,15 @@ def verify_kernel(
                 loaded = zero_parts(state_at)
             o, factor = token_output(sums, key, query, value, d, bt, SCALE)
             store_token(
-                out, o, record, key, factor, d, end - 1, h, value_index, is_value, key_index, is_key, committed == 0, recorded,
-                v0 == 0, NV, GROUP, KD, VD,
+                out_at, o, record, key, factor, d, h % GROUP, column, is_value, key_index, is_key, committed == 0,
+                recorded, v0 == 0, v0, GROUP, KD, VD,
             )  # fmt: skip
-    for h in range(h0, h0 + HEADS):
-        out_columns = h * VD + value_index
-        if not live:
-            zero_tokens(out, start, end, out_columns, is_value, NV * VD)
-        zero_uncovered(offsets, out, out_columns, is_value, b, B, T, NV * VD)
+    if (live == 0) | tokens_uncovered(offsets, B, T):
+        for h in range(h0, h0 + HEADS):
+            out_columns = h * VD + v0 + column
+            if not live:
+                zero_tokens(out, start, end, out_columns, is_value, NV * VD)
+            zero_uncovered(offsets, out, out_columns, is_value, b, B, T, NV * VD)
 
 
 def unsupported(
@@ -150,8 +200,11 @@ def verify_ring(
     batch = slot_idx.shape[0]
     operands = (qkv, decay, beta, slot_idx, ring_slot_idx, input_row_offsets, has_initial_state)
     launch = row_launch(qkv, recurrent_state, batch)
-    heads = int(os.environ.get("HEADS", "8"))
     launch.pop("AHEAD")
+    heads = 1
+    while nv % (2 * heads) == 0 and launch["grid"][0] >= 2 * heads * _PROGRAMS:
+        heads *= 2
+    heads = int(os.environ.get("HEADS", str(heads)))
     launch["grid"] = (launch["grid"][0] // heads,)
     launch["HEADS"] = heads
     (out,), (pool, ring) = triton_call(
