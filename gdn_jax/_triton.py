@@ -16,6 +16,8 @@ EPS = tl.constexpr(1e-6)
 ZERO_CHUNK = tl.constexpr(16)
 """Tokens whose cover by rows one program looks at together."""
 PARTS = tl.constexpr(4)
+"""A key or a query is a tuple of that many vectors, one below the other."""
+SLABS = 16
 """A tile of a state is a tuple of that many, one below the other: sums over its rows begin as chains of `fma`."""
 MAX_HEAD_DIM = 256
 
@@ -34,7 +36,7 @@ def head_sizes(qkv, recurrent_state) -> dict[str, int]:
 
 
 def row_launch(qkv, recurrent_state, batch: int) -> dict:
-    """Grid, warps and constants of the kernels that go token by token (`run_row`).
+    """Grid, warps and constants of the kernels that go token by token.
 
     128 elements of a state a thread. Rows of one token wait for memory: their tiles are 256 bytes wide, two lines of
     the cache. Longer ones compute: one warp each, which waits for no other.
@@ -50,7 +52,8 @@ def row_launch(qkv, recurrent_state, batch: int) -> dict:
         "num_stages": 1,
         "ROWS": rows,
         "COLUMNS": columns,
-        # Over how many rows the threads are spread: those below one another in a thread are summed up first.
+        "SLAB": max(rows // SLABS, 1),
+        # Over how many rows of a slab the threads are spread: those below one another in a thread are summed up first.
         "SPREAD": max(rows // (8 * itemsize), 1),
         "SCALE": sizes["KD"] ** -0.5,
         "AHEAD": ahead,
@@ -92,25 +95,22 @@ def sum_last(x):
 
 
 @triton.jit
-def sums_in_threads(a, b, SPREAD: tl.constexpr):
-    """The rows of each, halves onto one another until SPREAD are left, one a thread."""
+def sums_over_rows(a, b, SPREAD: tl.constexpr):
+    """The sums of the rows of each: halves onto one another until SPREAD are left, and then neighbours.
+
+    Those are turned, so that a thread has a column of both: one way through shared memory, instead of a butterfly
+    between threads for each column that a thread has.
+    """
     rows: tl.constexpr = a.shape[0]
     if rows > SPREAD:
         shape: tl.constexpr = (2, rows // 2, a.shape[1])
         a, b = tl.reduce((tl.reshape(a, shape), tl.reshape(b, shape)), 0, sum_of_two)
-        return sums_in_threads(a, b, SPREAD)
+        return sums_over_rows(a, b, SPREAD)
     else:
-        return a, b
-
-
-@triton.jit
-def sums_of_neighbours(a, b):
-    """The sums of the rows of each, neighbours first.
-
-    They are turned, so that a thread has a column of both: one way through shared memory, instead of a butterfly
-    between threads for each column that a thread has.
-    """
-    return tl.split(sum_last(tl.permute(tl.join(a, b), (1, 2, 0))))
+        # Sums of one: from here on other threads have the columns, and Triton is not to carry that back to the state.
+        one: tl.constexpr = (1, rows, a.shape[1])
+        a, b = tl.reduce((tl.reshape(a, one), tl.reshape(b, one)), 0, sum_of_two)
+        return tl.split(sum_last(tl.permute(tl.join(a, b), (1, 2, 0))))
 
 
 @triton.jit
@@ -185,10 +185,10 @@ def update(state, key, factor, decay):
 
 
 @triton.jit
-def row_masks(row, LIMIT: tl.constexpr):
-    """For each part, which of its rows are below LIMIT; `row` numbers those of the first."""
+def row_masks(row, COUNT: tl.constexpr, LIMIT: tl.constexpr):
+    """For each of COUNT parts, which of its rows are below LIMIT; `row` numbers those of the first."""
     masks = ()
-    for i in tl.static_range(PARTS):
+    for i in tl.static_range(COUNT):
         masks += (row + i * row.shape[0] < LIMIT,)
     return masks
 
@@ -196,7 +196,7 @@ def row_masks(row, LIMIT: tl.constexpr):
 @triton.jit
 def tile_masks(is_row, is_column):
     masks = ()
-    for i in tl.static_range(PARTS):
+    for i in tl.static_range(len(is_row)):
         masks += (is_row[i][:, None] & is_column[None, :],)
     return masks
 
@@ -204,7 +204,7 @@ def tile_masks(is_row, is_column):
 @triton.jit
 def load_parts(at, step, masks, EVICTION: tl.constexpr):
     parts = ()
-    for i in tl.static_range(PARTS):
+    for i in tl.static_range(len(masks)):
         parts += (tl.load(at + i * step, mask=masks[i], other=0.0, eviction_policy=EVICTION),)
     return parts
 
@@ -212,29 +212,21 @@ def load_parts(at, step, masks, EVICTION: tl.constexpr):
 @triton.jit
 def float_parts(parts):
     floats = ()
-    for i in tl.static_range(PARTS):
+    for i in tl.static_range(len(parts)):
         floats += (parts[i].to(tl.float32),)
     return floats
 
 
 @triton.jit
-def zero_parts(at):
-    zeros = ()
-    for i in tl.static_range(PARTS):
-        zeros += (tl.zeros(at.shape, at.dtype.element_ty),)
-    return zeros
-
-
-@triton.jit
 def store_parts(at, step, parts, masks, EVICTION: tl.constexpr):
-    for i in tl.static_range(PARTS):
+    for i in tl.static_range(len(parts)):
         tl.store(at + i * step, parts[i].to(at.dtype.element_ty), masks[i], eviction_policy=EVICTION)
 
 
 @triton.jit
 def each_and(masks, condition):
     both = ()
-    for i in tl.static_range(PARTS):
+    for i in tl.static_range(len(masks)):
         both += (masks[i] & condition,)
     return both
 
@@ -242,17 +234,32 @@ def each_and(masks, condition):
 @triton.jit
 def update_parts(state, key, factor, decay):
     parts = ()
-    for i in tl.static_range(PARTS):
+    for i in tl.static_range(len(state)):
         parts += (update(state[i], key[i], factor, decay),)
     return parts
 
 
 @triton.jit
-def as_rows(vector):
-    rows = ()
+def in_slabs(x, SLAB: tl.constexpr):
+    """SLAB rows each: other names for registers, nothing moves."""
+    rows: tl.constexpr = x.shape[0]
+    if rows <= SLAB:
+        return (x,)
+    else:
+        upper, lower = tl.split(tl.permute(tl.reshape(x, (2, rows // 2, x.shape[1])), (1, 2, 0)))
+        return in_slabs(upper, SLAB) + in_slabs(lower, SLAB)
+
+
+@triton.jit
+def across(vector, SLAB: tl.constexpr, COLUMNS: tl.constexpr):
+    """A vector with each element across COLUMNS columns, in slabs as a state is.
+
+    It is loaded and handed to the threads that have its rows in few parts, each of which costs them a wait.
+    """
+    slabs = ()
     for i in tl.static_range(PARTS):
-        rows += (vector[i][:, None],)
-    return rows
+        slabs += in_slabs(tl.broadcast_to(vector[i][:, None], (vector[i].shape[0], COLUMNS)), SLAB)
+    return slabs
 
 
 @triton.jit
@@ -265,25 +272,21 @@ def product_of_vectors(a, b):
 
 
 @triton.jit
-def product_with_state(state, rows):
+def product_with_state(state, slabs):
     """Rows whose sum is `state^T vector`."""
-    total = state[0] * rows[0]
-    for i in tl.static_range(1, PARTS):
-        total = tl.fma(state[i], tl.broadcast_to(rows[i], total.shape), total)
+    total = state[0] * slabs[0]
+    for i in tl.static_range(1, len(state)):
+        total = tl.fma(state[i], slabs[i], total)
     return total
 
 
 @triton.jit
-def sums_of_state(state, key, query, SPREAD: tl.constexpr):
-    """What is left in the threads of the sums of a state, tile by tile, with the key and with the query."""
-    return sums_in_threads(product_with_state(state, key), product_with_state(state, query), SPREAD)
-
-
-@triton.jit
-def token_output(sums, key, query, value, decay, beta, SCALE: tl.constexpr):
+def token_output(
+    against_key, against_query, key, query, value, decay, beta, SPREAD: tl.constexpr, SCALE: tl.constexpr
+):  # fmt: skip
     """One token over a tile of a state: the output, and what the raw key is multiplied by in the update.
 
-    Both sums over the state, with the key and with the query (`sums_of_state`), are of the old one, in one sweep:
+    Both sums over the state, with the key and with the query (`product_with_state`), are of the old one, in one sweep:
 
         S'^T q = decay * S^T q + (k . q) * factor        where        S' = decay * S + k factor^T
     """
@@ -291,7 +294,7 @@ def token_output(sums, key, query, value, decay, beta, SCALE: tl.constexpr):
     key_square, query_square, key_query = sums_of_vectors(*squares)
     key_scale = tl.math.rsqrt(key_square + EPS)
     query_scale = tl.math.rsqrt(query_square + EPS) * SCALE
-    against_key, against_query = sums_of_neighbours(*sums)
+    against_key, against_query = sums_over_rows(against_key, against_query, SPREAD)
     factor = (value - against_key * (decay * key_scale)) * (beta * key_scale)
     return (against_query * decay + key_query * factor) * query_scale, factor
 

@@ -11,7 +11,7 @@ import jax
 from gdn_jax._compat import triton_call
 from gdn_jax._triton import (
     PARTS,
-    as_rows,
+    across,
     each_and,
     float_parts,
     load_parts,
@@ -20,7 +20,7 @@ from gdn_jax._triton import (
     row_masks,
     row_of,
     store_parts,
-    sums_of_state,
+    product_with_state,
     tile_masks,
     tl,
     token_at,
@@ -38,8 +38,8 @@ from gdn_jax.recurrence import triton_chunked
 def forward_kernel(
     qkv, decay, beta, slot_idx, offsets, has_initial_state, T, B, MAX_SLOTS, pool, out,
     pool_again: tl.constexpr, NK: tl.constexpr, NV: tl.constexpr, KD: tl.constexpr,
-    VD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SPREAD: tl.constexpr,
-    SCALE: tl.constexpr, AHEAD: tl.constexpr,
+    VD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SLAB: tl.constexpr,
+    SPREAD: tl.constexpr, SCALE: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Takes one tile of one state through the tokens of its row.
 
@@ -53,9 +53,10 @@ def forward_kernel(
     b = program // (TILES * NV)
     slot, start, end, live = row_of(slot_idx, offsets, b, T, MAX_SLOTS)
     has_state = tl.load(has_initial_state + b) != 0
-    PART: tl.constexpr = ROWS // PARTS
-    key_index = tl.arange(0, PART)
-    is_key = row_masks(key_index, KD)
+    key_index = tl.arange(0, ROWS // PARTS)
+    is_key = row_masks(key_index, PARTS, KD)
+    row = tl.arange(0, SLAB)
+    is_row = row_masks(row, ROWS // SLAB, KD)
     column = tl.arange(0, COLUMNS)
     is_value = v0 + column < VD
     out_columns = h * VD + v0 + column
@@ -63,25 +64,26 @@ def forward_kernel(
         # Before the state, whose arrival is waited for.
         at = token_at(qkv, decay, beta, start, h, v0, NK, NV, KD, VD)
         token = load_token(at, key_index, is_key, column, is_value)
-        state_at = pool + (slot * NV + h) * (KD * VD) + v0 + key_index[:, None] * VD + column[None, :]
-        inside = tile_masks(is_key, is_value)
+        state_at = pool + (slot * NV + h) * (KD * VD) + v0 + row[:, None] * VD + column[None, :]
+        inside = tile_masks(is_row, is_value)
         # It is written where it was read: until then the cache is to keep it, and afterwards nobody asks for it.
-        state = float_parts(load_parts(state_at, PART * VD, each_and(inside, has_state), "evict_last"))
+        state = float_parts(load_parts(state_at, SLAB * VD, each_and(inside, has_state), "evict_last"))
         for t in range(start, end):
             key, query, value, d, bt = token
             if AHEAD:
                 at = token_at(qkv, decay, beta, tl.minimum(t + 1, end - 1), h, v0, NK, NV, KD, VD)
                 token = load_token(at, key_index, is_key, column, is_value)
-            key_rows, query_rows = as_rows(key), as_rows(query)
-            sums = sums_of_state(state, key_rows, query_rows, SPREAD)
-            o, factor = token_output(sums, key, query, value, d, bt, SCALE)
-            state = update_parts(state, key_rows, factor, d)
+            key_slabs = across(key, SLAB, COLUMNS)
+            against_key = product_with_state(state, key_slabs)
+            against_query = product_with_state(state, across(query, SLAB, COLUMNS))
+            o, factor = token_output(against_key, against_query, key, query, value, d, bt, SPREAD, SCALE)
+            state = update_parts(state, key_slabs, factor, d)
             out_at = out + tl.cast(t, tl.int64) * (NV * VD) + out_columns
             tl.store(out_at, o.to(out.dtype.element_ty), mask=is_value)
             if (AHEAD == 0) & (t + 1 < end):
                 at = token_at(qkv, decay, beta, t + 1, h, v0, NK, NV, KD, VD)
                 token = load_token(at, key_index, is_key, column, is_value)
-        store_parts(state_at, PART * VD, state, inside, "evict_first")
+        store_parts(state_at, SLAB * VD, state, inside, "evict_first")
     if not live:
         zero_tokens(out, start, end, out_columns, is_value, NV * VD)
     zero_uncovered(offsets, out, out_columns, is_value, b, B, T, NV * VD)

@@ -1,20 +1,28 @@
-"""The speculative verify in Triton: the rows of the forward, records instead of states."""
+"""The speculative verify in Triton: the token step of the forward, records instead of states.
 
-import os
+A program takes the same tile of several heads' states, one after another, through the tokens of their row. The last
+token of a row needs no new state: as soon as the sums over the old one are taken, the next head's is on its way, into
+the same registers.
+"""
+
+# What Triton compiles is not typed as Python is.
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false
 
 import jax
+import jax.numpy as jnp
 
 from gdn_jax._compat import triton_call
 from gdn_jax._triton import (
     PARTS,
+    across,
     float_parts,
     load_parts,
     load_token,
+    product_with_state,
     row_launch,
     row_masks,
     row_of,
     store_parts,
-    sums_of_state,
     tile_masks,
     tl,
     token_at,
@@ -24,16 +32,16 @@ from gdn_jax._triton import (
     unsupported_head_dims,
     update_parts,
     zero_tokens,
-    zero_parts,
     zero_uncovered,
 )
 
-
 _PROGRAMS = 1024
+"""Heads are taken in turn as long as that many programs are left: about as many as an H200 has room for."""
 
 
 @triton.jit
-def tokens_later(at, count, NK: tl.constexpr, NV: tl.constexpr, KD: tl.constexpr, VD: tl.constexpr):
+def token_after(at, count, NK: tl.constexpr, NV: tl.constexpr, KD: tl.constexpr, VD: tl.constexpr):
+    """`token_at`, `count` tokens later."""
     query, key, value, decay, beta = at
     step = count * (2 * NK * KD + NV * VD)
     return query + step, key + step, value + step, decay + count * NV, beta + count * NV
@@ -41,9 +49,9 @@ def tokens_later(at, count, NK: tl.constexpr, NV: tl.constexpr, KD: tl.constexpr
 
 @triton.jit
 def load_packed(at, key_index, is_key, column, is_value):
-    """A token, with each element of the key and the one of the query beside it as the halves of a 64-bit number.
+    """A token, each element of its key with the one of its query as the halves of a 64-bit number.
 
-    That is how they go to the threads that have their rows: once a part, in a chain of waits, and not once for either.
+    As one they go to the threads that have their rows, which is a chain of waits, one for each part of what goes.
     """
     key, query, value, decay, beta = load_token(at, key_index, is_key, column, is_value)
     both = ()
@@ -54,34 +62,58 @@ def load_packed(at, key_index, is_key, column, is_value):
 
 
 @triton.jit
-def across(both, COLUMNS: tl.constexpr):
-    parts = ()
-    for i in tl.static_range(PARTS):
-        parts += (tl.broadcast_to(both[i][:, None], (both[i].shape[0], COLUMNS)),)
-    return parts
-
-
-@triton.jit
 def unpacked(both):
     key = ()
     query = ()
-    for i in tl.static_range(PARTS):
+    for i in tl.static_range(len(both)):
         key += (both[i].to(tl.uint32).to(tl.float32, bitcast=True),)
         query += ((both[i] >> 32).to(tl.uint32).to(tl.float32, bitcast=True),)
     return key, query
 
 
 @triton.jit
+def zero_parts(at, masks):
+    parts = ()
+    for _ in tl.static_range(len(masks)):
+        parts += (tl.zeros(at.shape, at.dtype.element_ty),)
+    return parts
+
+
+@triton.jit
+def load_or_zero(at, step, masks, wanted):
+    """A branch: zeros cost nothing where they are not wanted."""
+    if wanted:
+        parts = load_parts(at, step, masks, "evict_first")
+    else:
+        parts = zero_parts(at, masks)
+    return parts
+
+
+@triton.jit
+def float_state(parts, WIDE: tl.constexpr):
+    if WIDE == 1:
+        return float_parts(parts)
+    else:
+        floats = ()
+        for i in tl.static_range(len(parts)):
+            low = (parts[i] << 16).to(tl.float32, bitcast=True)
+            high = (parts[i] & 0xFFFF0000).to(tl.float32, bitcast=True)
+            floats += (tl.reshape(tl.join(low, high), (low.shape[0], 2 * low.shape[1])),)
+        return floats
+
+
+@triton.jit
 def store_token(
-    out, o, record, key, factor, decay, member, column, is_value, key_index, is_key, wanted, recorded, of_tile,
-    v0, GROUP: tl.constexpr, KD: tl.constexpr, VD: tl.constexpr,
+    out, record, o, key, factor, decay, column, is_value, key_index, is_key, v0, member, wanted, recorded,
+    GROUP: tl.constexpr, KD: tl.constexpr, VD: tl.constexpr,
 ):  # fmt: skip
-    """One token's output, if `wanted`, and its record, if `recorded`; what does not depend on the tile if `of_tile`."""
+    """One token's output if it is wanted, and its record if it is recorded: the key and the decay by one tile only."""
     tl.store(out + column, o.to(out.dtype.element_ty), is_value & wanted)
     factor_at = record + (KD + member * VD + v0) + column
     tl.store(factor_at, factor.to(record.dtype.element_ty), is_value & recorded)
-    tl.store(record + KD + GROUP * VD + member, decay.to(record.dtype.element_ty), recorded & of_tile)
-    if recorded & of_tile & (member == 0):
+    first = recorded & (v0 == 0)
+    tl.store(record + KD + GROUP * VD + member, decay.to(record.dtype.element_ty), first)
+    if first & (member == 0):
         store_parts(record + key_index, key_index.shape[0], key, is_key, "")
 
 
@@ -89,82 +121,79 @@ def store_token(
 def verify_kernel(
     qkv, decay, beta, slot_idx, ring_slot_idx, offsets, has_initial_state, T, B, MAX_SLOTS, RING_ROWS, pool, ring, out,
     pool_again: tl.constexpr, ring_again: tl.constexpr, NK: tl.constexpr, NV: tl.constexpr,
-    KD: tl.constexpr, VD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    SPREAD: tl.constexpr, SCALE: tl.constexpr, HEADS: tl.constexpr, RING_LEN: tl.constexpr,
+    KD: tl.constexpr, VD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SLAB: tl.constexpr,
+    SPREAD: tl.constexpr, SCALE: tl.constexpr, HEADS: tl.constexpr, WIDE: tl.constexpr, RING_LEN: tl.constexpr,
     STRIDE: tl.constexpr,
 ):  # fmt: skip
-    """Takes the same tile of the states of HEADS heads, one after another, through the tokens of their row.
-
-    The last token asks for no new state, so the next head's is on its way as soon as the sums over the old one are
-    taken: in the same registers.
-    """
+    """HEADS heads a program. With WIDE 2 the pool is bfloat16 and read as 32-bit numbers, two columns each."""
     TILES: tl.constexpr = (VD + COLUMNS - 1) // COLUMNS
     GROUP: tl.constexpr = NV // NK
-    PART: tl.constexpr = ROWS // PARTS
     program = tl.program_id(0)
-    v0 = program % TILES * COLUMNS
+    tile = program % TILES
     h0 = program // TILES % (NV // HEADS) * HEADS
     b = program // (TILES * (NV // HEADS))
     slot, start, end, live = row_of(slot_idx, offsets, b, T, MAX_SLOTS)
     has_state = tl.load(has_initial_state + b) != 0
-    key_index = tl.arange(0, PART)
-    is_key = row_masks(key_index, KD)
+    key_index = tl.arange(0, ROWS // PARTS)
+    is_key = row_masks(key_index, PARTS, KD)
+    row = tl.arange(0, SLAB)
+    is_row = row_masks(row, ROWS // SLAB, KD)
+    v0 = tile * COLUMNS
     column = tl.arange(0, COLUMNS)
     is_value = v0 + column < VD
     if live & (end > start):
         # Before the state, whose arrival is waited for.
         at = token_at(qkv, decay, beta, start, h0, v0, NK, NV, KD, VD)
         token = load_packed(at, key_index, is_key, column, is_value)
-        state_at = pool + (slot * NV + h0) * (KD * VD) + v0 + key_index[:, None] * VD + column[None, :]
-        inside = tile_masks(is_key, is_value)
-        if has_state:
-            loaded = load_parts(state_at, PART * VD, inside, "evict_first")
-        else:
-            loaded = zero_parts(state_at)
-        # A row that the ring has no room for writes its state.
+        words = pool if WIDE == 1 else pool.to(tl.pointer_type(tl.uint32), bitcast=True)
+        word = tile * (COLUMNS // WIDE) + tl.arange(0, COLUMNS // WIDE)
+        read_at = words + (slot * NV + h0) * (KD * VD // WIDE) + row[:, None] * (VD // WIDE) + word[None, :]
+        readable = tile_masks(is_row, word < VD // WIDE)
+        loaded = load_or_zero(read_at, SLAB * VD // WIDE, readable, has_state)
+        # A row that the ring has no room for writes its states.
         committed = end - start > RING_LEN
         ring_slot = tl.load(ring_slot_idx + b)
         recorded = (ring_slot >= 0) & (ring_slot < RING_ROWS) & (committed == 0)
         row_at = ring + tl.cast(ring_slot, tl.int64) * (NK * RING_LEN * STRIDE)
         updates = tl.where(committed, end, end - 1)
         for h in range(h0, h0 + HEADS):
-            state = float_parts(loaded)
+            state = float_state(loaded, WIDE)
             record = row_at + h // GROUP * (RING_LEN * STRIDE)
             out_at = out + tl.cast(start, tl.int64) * (NV * VD) + h * VD + v0
             for t in range(start, updates):
                 both, value, d, bt = token
-                at = tokens_later(at, tl.where(t + 1 < end, 1, 0), NK, NV, KD, VD)
+                at = token_after(at, tl.where(t + 1 < end, 1, 0), NK, NV, KD, VD)
                 token = load_packed(at, key_index, is_key, column, is_value)
                 key, query = unpacked(both)
-                key_rows, query_rows = unpacked(across(both, COLUMNS))
-                sums = sums_of_state(state, key_rows, query_rows, SPREAD)
-                o, factor = token_output(sums, key, query, value, d, bt, SCALE)
-                state = update_parts(state, key_rows, factor, d)
+                key_slabs, query_slabs = unpacked(across(both, SLAB, COLUMNS))
+                against_key = product_with_state(state, key_slabs)
+                against_query = product_with_state(state, query_slabs)
+                o, factor = token_output(against_key, against_query, key, query, value, d, bt, SPREAD, SCALE)
+                state = update_parts(state, key_slabs, factor, d)
                 store_token(
-                    out_at, o, record, key, factor, d, h % GROUP, column, is_value, key_index, is_key, True, recorded,
-                    v0 == 0, v0, GROUP, KD, VD,
+                    out_at, record, o, key, factor, d, column, is_value, key_index, is_key, v0, h % GROUP, True,
+                    recorded, GROUP, KD, VD,
                 )  # fmt: skip
                 record += STRIDE
                 out_at += NV * VD
             if committed:
-                store_parts(state_at, PART * VD, state, inside, "evict_first")
+                state_at = pool + (slot * NV + h) * (KD * VD) + v0 + row[:, None] * VD + column[None, :]
+                store_parts(state_at, SLAB * VD, state, tile_masks(is_row, is_value), "evict_first")
             # The last token; of a row that is committed once more, for nothing.
             both, value, d, bt = token
-            after = tl.minimum(h + 1, h0 + HEADS - 1)
-            at = token_at(qkv, decay, beta, start, after, v0, NK, NV, KD, VD)
+            more = h + 1 < h0 + HEADS
+            at = token_at(qkv, decay, beta, start, tl.where(more, h + 1, h), v0, NK, NV, KD, VD)
             token = load_packed(at, key_index, is_key, column, is_value)
             key, query = unpacked(both)
-            key_rows, query_rows = unpacked(across(both, COLUMNS))
-            sums = sums_of_state(state, key_rows, query_rows, SPREAD)
-            state_at += (after - h) * (KD * VD)
-            if has_state:
-                loaded = load_parts(state_at, PART * VD, inside, "evict_first")
-            else:
-                loaded = zero_parts(state_at)
-            o, factor = token_output(sums, key, query, value, d, bt, SCALE)
+            key_slabs, query_slabs = unpacked(across(both, SLAB, COLUMNS))
+            against_key = product_with_state(state, key_slabs)
+            against_query = product_with_state(state, query_slabs)
+            read_at += KD * VD // WIDE
+            loaded = load_or_zero(read_at, SLAB * VD // WIDE, readable, has_state & more)
+            o, factor = token_output(against_key, against_query, key, query, value, d, bt, SPREAD, SCALE)
             store_token(
-                out_at, o, record, key, factor, d, h % GROUP, column, is_value, key_index, is_key, committed == 0,
-                recorded, v0 == 0, v0, GROUP, KD, VD,
+                out_at, record, o, key, factor, d, column, is_value, key_index, is_key, v0, h % GROUP, committed == 0,
+                recorded, GROUP, KD, VD,
             )  # fmt: skip
     if (live == 0) | tokens_uncovered(offsets, B, T):
         for h in range(h0, h0 + HEADS):
@@ -200,18 +229,19 @@ def verify_ring(
     batch = slot_idx.shape[0]
     operands = (qkv, decay, beta, slot_idx, ring_slot_idx, input_row_offsets, has_initial_state)
     launch = row_launch(qkv, recurrent_state, batch)
-    launch.pop("AHEAD")
+    (programs,) = launch.pop("grid")
+    del launch["AHEAD"]
     heads = 1
-    while nv % (2 * heads) == 0 and launch["grid"][0] >= 2 * heads * _PROGRAMS:
+    while nv % (2 * heads) == 0 and programs >= 2 * heads * _PROGRAMS:
         heads *= 2
-    heads = int(os.environ.get("HEADS", str(heads)))
-    launch["grid"] = (launch["grid"][0] // heads,)
-    launch["HEADS"] = heads
     (out,), (pool, ring) = triton_call(
         verify_kernel,
         [*operands, qkv.shape[0], batch, max_slots, ring.shape[0]],
         [recurrent_state, ring],
         [jax.ShapeDtypeStruct((qkv.shape[0], nv * vd), qkv.dtype)],
+        grid=(programs // heads,),
+        HEADS=heads,
+        WIDE=2 if recurrent_state.dtype == jnp.bfloat16 and vd % 2 == 0 else 1,
         RING_LEN=ring.shape[2],
         STRIDE=ring.shape[3],
         **launch,
