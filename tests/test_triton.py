@@ -246,7 +246,7 @@ def test_chunked_rows_that_overlap():
 @pytest.mark.parametrize(("ring_dtype", "padding", "in_turn"), [("float32", 0, 2), ("bfloat16", 3, 1)])
 @pytest.mark.parametrize("pool", ["float32", "bfloat16"])
 def test_verify_and_fold(ring_dtype, padding, in_turn, pool, monkeypatch):
-    """Windows of 1, 2, RING_LEN and RING_LEN + 1 tokens, a padding row, a padding ring slot; heads one by one or not."""
+    """Windows of 1, 2, RING_LEN and RING_LEN + 1 tokens, a padding row, a padding ring slot; heads in turn."""
     ring_len = 4
     lengths, slots = [1, 2, ring_len, ring_len + 1, 2], [4, 2, 0, 1, -1]
     args = make(lengths, (1, 2, 12, 20), slots, fresh=(1,), pool=pool)

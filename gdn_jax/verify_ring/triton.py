@@ -5,7 +5,7 @@ computes one, the next is on its way into shared memory.
 """
 
 # What Triton compiles is not typed as Python is.
-# pyright: reportGeneralTypeIssues=false, reportArgumentType=false
+# pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportAttributeAccessIssue=false
 
 import jax
 import jax.numpy as jnp
