@@ -35,8 +35,15 @@ from gdn_jax._triton import (
     zero_uncovered,
 )
 
-_PROGRAMS = 1024
-"""Heads are taken in turn as long as that many programs are left: about as many as an H200 has room for."""
+_PROGRAMS = 8 * 132
+"""What an H200 has room for at once."""
+
+
+def heads_in_turn(tiles: int, num_heads: int) -> int:
+    """How many heads a program takes: rounds of as many programs as there is room for, each as long as its heads and
+    the wait for the first of them, about another one."""
+    counts = (heads for heads in range(1, num_heads + 1) if num_heads % heads == 0)
+    return min(counts, key=lambda heads: triton.cdiv(tiles, heads * _PROGRAMS) * (heads + 1))
 
 
 @triton.jit
@@ -215,17 +222,15 @@ def verify_ring(
     batch = slot_idx.shape[0]
     operands = (qkv, decay, beta, slot_idx, ring_slot_idx, input_row_offsets, has_initial_state)
     launch = row_launch(qkv, recurrent_state, batch)
-    (programs,) = launch.pop("grid")
+    (tiles,) = launch.pop("grid")
     del launch["AHEAD"]
-    heads = 1
-    while nv % (2 * heads) == 0 and programs >= 2 * heads * _PROGRAMS:
-        heads *= 2
+    heads = heads_in_turn(tiles, nv)
     (out,), (pool, ring) = triton_call(
         verify_kernel,
         [*operands, qkv.shape[0], batch, max_slots, ring.shape[0]],
         [recurrent_state, ring],
         [jax.ShapeDtypeStruct((qkv.shape[0], nv * vd), qkv.dtype)],
-        grid=(programs // heads,),
+        grid=(tiles // heads,),
         HEADS=heads,
         WIDE=2 if recurrent_state.dtype == jnp.bfloat16 and vd % 2 == 0 else 1,
         RING_LEN=ring.shape[2],
