@@ -1,7 +1,8 @@
 """The speculative verify in Triton: the token step of the forward, records instead of states.
 
-A program takes the same tile of several heads' states, one after another, through the tokens of their row: while it
-computes one, the next is on its way into shared memory.
+A program takes the same tile of several heads' states, one after another, through the tokens of their row. The last
+token of a row asks for no new state: as soon as the sums over the old one are taken, the next head's is on its way,
+into the same registers.
 """
 
 # What Triton compiles is not typed as Python is.
@@ -14,7 +15,6 @@ from gdn_jax._compat import triton_call
 from gdn_jax._triton import (
     PARTS,
     across,
-    each_and,
     float_parts,
     load_parts,
     load_token,
@@ -92,15 +92,28 @@ def float_state(parts, WIDE: tl.constexpr):
 
 
 @triton.jit
-def take_token(state, token, COLUMNS: tl.constexpr, SLAB: tl.constexpr, SPREAD: tl.constexpr, SCALE: tl.constexpr):
-    """The output, and what its update and its record need: the key, its slabs, what it is multiplied by, the decay."""
-    both, value, decay, beta = token
-    key, query = unpacked(both)
-    key_slabs, query_slabs = unpacked(across(both, SLAB, COLUMNS))
-    against_key = product_with_state(state, key_slabs)
-    against_query = product_with_state(state, query_slabs)
-    o, factor = token_output(against_key, against_query, key, query, value, decay, beta, SPREAD, SCALE)
-    return o, key, key_slabs, factor, decay
+def load_state(at, step, masks, wanted):
+    """A branch: zeros cost nothing where they are not wanted."""
+    if wanted:
+        parts = load_parts(at, step, masks, "evict_first")
+    else:
+        parts = zero_parts(at, masks)
+    return parts
+
+
+@triton.jit
+def zero_parts(at, masks):
+    parts = ()
+    for _ in tl.static_range(len(masks)):
+        parts += (tl.zeros(at.shape, at.dtype.element_ty),)
+    return parts
+
+
+@triton.jit
+def sums_with_state(state, both, SLAB: tl.constexpr, COLUMNS: tl.constexpr):
+    """Rows whose sums are those of the state with the key and with the query, and the key in slabs."""
+    key, query = unpacked(across(both, SLAB, COLUMNS))
+    return product_with_state(state, key), product_with_state(state, query), key
 
 
 @triton.jit
@@ -143,47 +156,51 @@ def verify_kernel(
     column = tl.arange(0, COLUMNS)
     is_value = v0 + column < VD
     if live & (end > start):
-        # Before the states, whose arrival is waited for.
+        # Before the state, whose arrival is waited for.
         at = token_at(qkv, decay, beta, start, h0, v0, NK, NV, KD, VD)
         token = load_packed(at, key_index, is_key, column, is_value)
         words = pool if WIDE == 1 else pool.to(tl.pointer_type(tl.uint32), bitcast=True)
         word = tile * (COLUMNS // WIDE) + tl.arange(0, COLUMNS // WIDE)
-        read_at = words + slot * (NV * KD * VD // WIDE) + row[:, None] * (VD // WIDE) + word[None, :]
-        readable = each_and(tile_masks(is_row, word < VD // WIDE), has_state)
+        read_at = words + (slot * NV + h0) * (KD * VD // WIDE) + row[:, None] * (VD // WIDE) + word[None, :]
+        readable = tile_masks(is_row, word < VD // WIDE)
+        loaded = load_state(read_at, SLAB * VD // WIDE, readable, has_state)
         # A row that the ring has no room for writes its states.
         committed = end - start > RING_LEN
         updates = tl.where(committed, end, end - 1)
         ring_slot = tl.load(ring_slot_idx + b)
         recorded = (ring_slot >= 0) & (ring_slot < RING_ROWS) & (committed == 0)
         row_at = ring + tl.cast(ring_slot, tl.int64) * (NK * RING_LEN * STRIDE)
-        # Two stages: one state is copied ahead. It takes a loop that has no other right within it, hence the branch.
-        for h in tl.range(h0, h0 + HEADS, num_stages=2):
-            loaded = load_parts(read_at + h * (KD * VD // WIDE), SLAB * VD // WIDE, readable, "evict_first")
+        for h in range(h0, h0 + HEADS):
             state = float_state(loaded, WIDE)
             record = row_at + h // GROUP * (RING_LEN * STRIDE)
             out_at = out + tl.cast(start, tl.int64) * (NV * VD) + h * VD + v0
-            if updates > start:
-                for t in range(start, updates):
-                    current = token
-                    at = token_after(at, tl.where(t + 1 < end, 1, 0), NK, NV, KD, VD)
-                    token = load_packed(at, key_index, is_key, column, is_value)
-                    o, key, key_slabs, factor, d = take_token(state, current, COLUMNS, SLAB, SPREAD, SCALE)
-                    state = update_parts(state, key_slabs, factor, d)
-                    store_token(
-                        out_at, record, o, key, factor, d, column, is_value, key_index, is_key, v0, h % GROUP, True,
-                        recorded, GROUP, KD, VD,
-                    )  # fmt: skip
-                    record += STRIDE
-                    out_at += NV * VD
+            for t in range(start, updates):
+                both, value, d, bt = token
+                at = token_after(at, tl.where(t + 1 < end, 1, 0), NK, NV, KD, VD)
+                token = load_packed(at, key_index, is_key, column, is_value)
+                key, query = unpacked(both)
+                against_key, against_query, key_slabs = sums_with_state(state, both, SLAB, COLUMNS)
+                o, factor = token_output(against_key, against_query, key, query, value, d, bt, SPREAD, SCALE)
+                state = update_parts(state, key_slabs, factor, d)
+                store_token(
+                    out_at, record, o, key, factor, d, column, is_value, key_index, is_key, v0, h % GROUP, True,
+                    recorded, GROUP, KD, VD,
+                )  # fmt: skip
+                record += STRIDE
+                out_at += NV * VD
             if committed:
                 state_at = pool + (slot * NV + h) * (KD * VD) + v0 + row[:, None] * VD + column[None, :]
                 store_parts(state_at, SLAB * VD, state, tile_masks(is_row, is_value), "evict_first")
-            # The last token asks for no new state; of a row that is committed it is taken once more, for nothing.
-            current = token
+            # The last token; of a row that is committed once more, for nothing.
+            both, value, d, bt = token
             more = h + 1 < h0 + HEADS
             at = token_at(qkv, decay, beta, start, tl.where(more, h + 1, h), v0, NK, NV, KD, VD)
             token = load_packed(at, key_index, is_key, column, is_value)
-            o, key, _, factor, d = take_token(state, current, COLUMNS, SLAB, SPREAD, SCALE)
+            key, query = unpacked(both)
+            against_key, against_query, _ = sums_with_state(state, both, SLAB, COLUMNS)
+            read_at += KD * VD // WIDE
+            loaded = load_state(read_at, SLAB * VD // WIDE, readable, has_state & more)
+            o, factor = token_output(against_key, against_query, key, query, value, d, bt, SPREAD, SCALE)
             store_token(
                 out_at, record, o, key, factor, d, column, is_value, key_index, is_key, v0, h % GROUP, committed == 0,
                 recorded, GROUP, KD, VD,
