@@ -7,6 +7,7 @@ into the same registers.
 
 # What Triton compiles is not typed as Python is.
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportAttributeAccessIssue=false
+# pyright: reportOperatorIssue=false
 
 import jax
 import jax.numpy as jnp
@@ -94,7 +95,7 @@ def float_state(parts, WIDE: tl.constexpr):
 @triton.jit
 def load_state(at, step, masks, wanted):
     """A branch: zeros cost nothing where they are not wanted."""
-    if wanted:
+    if wanted:  # noqa: SIM108
         parts = load_parts(at, step, masks, "evict_first")
     else:
         parts = zero_parts(at, masks)
