@@ -16,6 +16,7 @@ from gdn_jax._compat import triton_call
 from gdn_jax._triton import (
     PARTS,
     across,
+    each_and,
     float_parts,
     load_parts,
     load_token,
@@ -41,8 +42,13 @@ _PROGRAMS = 8 * 132
 
 
 def heads_in_turn(tiles: int, num_heads: int) -> int:
-    """How many heads a program takes: rounds of as many programs as there is room for, each as long as its heads and
-    the wait for the first of them, about another one."""
+    """How many heads a program takes, one if there are few tiles.
+
+    The time is that of the rounds of as many programs as there is room for, each as long as its heads and the wait for
+    the first of them, about another one.
+    """
+    if tiles <= 3 * _PROGRAMS:
+        return 1
     counts = (heads for heads in range(1, num_heads + 1) if num_heads % heads == 0)
     return min(counts, key=lambda heads: triton.cdiv(tiles, heads * _PROGRAMS) * (heads + 1))
 
@@ -143,6 +149,8 @@ def verify_kernel(
     """HEADS heads a program. With WIDE 2 the pool is bfloat16 and read as 32-bit numbers, two columns each."""
     TILES: tl.constexpr = (VD + COLUMNS - 1) // COLUMNS
     GROUP: tl.constexpr = NV // NK
+    # Of a 16-bit pool there is room for a next state beside the old one.
+    NARROW: tl.constexpr = pool.dtype.element_ty.primitive_bitwidth == 16
     program = tl.program_id(0)
     tile = program % TILES
     h0 = program // TILES % (NV // HEADS) * HEADS
@@ -164,10 +172,11 @@ def verify_kernel(
         word = tile * (COLUMNS // WIDE) + tl.arange(0, COLUMNS // WIDE)
         read_at = words + (slot * NV + h0) * (KD * VD // WIDE) + row[:, None] * (VD // WIDE) + word[None, :]
         readable = tile_masks(is_row, word < VD // WIDE)
-        loaded = load_state(read_at, SLAB * VD // WIDE, readable, has_state)
+        # Not in a branch, which the first token would have to arrive before.
+        loaded = load_parts(read_at, SLAB * VD // WIDE, each_and(readable, has_state), "evict_first")
         # A row that the ring has no room for writes its states.
         committed = end - start > RING_LEN
-        updates = tl.where(committed, end, end - 1)
+        updates = tl.where(committed | (HEADS == 1), end, end - 1)
         ring_slot = tl.load(ring_slot_idx + b)
         recorded = (ring_slot >= 0) & (ring_slot < RING_ROWS) & (committed == 0)
         row_at = ring + tl.cast(ring_slot, tl.int64) * (NK * RING_LEN * STRIDE)
@@ -192,20 +201,24 @@ def verify_kernel(
             if committed:
                 state_at = pool + (slot * NV + h) * (KD * VD) + v0 + row[:, None] * VD + column[None, :]
                 store_parts(state_at, SLAB * VD, state, tile_masks(is_row, is_value), "evict_first")
-            # The last token; of a row that is committed once more, for nothing.
-            both, value, d, bt = token
-            more = h + 1 < h0 + HEADS
-            at = token_at(qkv, decay, beta, start, tl.where(more, h + 1, h), v0, NK, NV, KD, VD)
-            token = load_packed(at, key_index, is_key, column, is_value)
-            key, query = unpacked(both)
-            against_key, against_query, _ = sums_with_state(state, both, SLAB, COLUMNS)
-            read_at += KD * VD // WIDE
-            loaded = load_state(read_at, SLAB * VD // WIDE, readable, has_state & more)
-            o, factor = token_output(against_key, against_query, key, query, value, d, bt, SPREAD, SCALE)
-            store_token(
-                out_at, record, o, key, factor, d, column, is_value, key_index, is_key, v0, h % GROUP, committed == 0,
-                recorded, GROUP, KD, VD,
-            )  # fmt: skip
+            if HEADS > 1:
+                # The last token; of a row that is committed once more, for nothing.
+                both, value, d, bt = token
+                more = h + 1 < h0 + HEADS
+                at = token_at(qkv, decay, beta, start, tl.where(more, h + 1, h), v0, NK, NV, KD, VD)
+                token = load_packed(at, key_index, is_key, column, is_value)
+                read_at += KD * VD // WIDE
+                if NARROW:
+                    loaded = load_state(read_at, SLAB * VD // WIDE, readable, has_state & more)
+                key, query = unpacked(both)
+                against_key, against_query, _ = sums_with_state(state, both, SLAB, COLUMNS)
+                if not NARROW:
+                    loaded = load_state(read_at, SLAB * VD // WIDE, readable, has_state & more)
+                o, factor = token_output(against_key, against_query, key, query, value, d, bt, SPREAD, SCALE)
+                store_token(
+                    out_at, record, o, key, factor, d, column, is_value, key_index, is_key, v0, h % GROUP,
+                    committed == 0, recorded, GROUP, KD, VD,
+                )  # fmt: skip
     if (live == 0) | tokens_uncovered(offsets, B, T):
         for h in range(h0, h0 + HEADS):
             out_columns = h * VD + v0 + column
