@@ -16,6 +16,8 @@ EPS = tl.constexpr(1e-6)
 ZERO_CHUNK = tl.constexpr(16)
 """Tokens whose cover by rows one program looks at together."""
 PARTS = tl.constexpr(4)
+"""A key or a query is a tuple of that many vectors, one below the other."""
+SLABS = 16
 """A tile of a state is a tuple of that many, one below the other: sums over its rows begin as chains of `fma`."""
 MAX_HEAD_DIM = 256
 
@@ -34,7 +36,7 @@ def head_sizes(qkv, recurrent_state) -> dict[str, int]:
 
 
 def row_launch(qkv, recurrent_state, batch: int) -> dict:
-    """Grid, warps and constants of the kernels that go token by token (`run_row`).
+    """Grid, warps and constants of the kernels that go token by token.
 
     128 elements of a state a thread. Rows of one token wait for memory: their tiles are 256 bytes wide, two lines of
     the cache. Longer ones compute: one warp each, which waits for no other.
@@ -50,7 +52,8 @@ def row_launch(qkv, recurrent_state, batch: int) -> dict:
         "num_stages": 1,
         "ROWS": rows,
         "COLUMNS": columns,
-        # Over how many rows the threads are spread: those below one another in a thread are summed up first.
+        "SLAB": max(rows // SLABS, 1),
+        # Over how many rows of a slab the threads are spread: those below one another in a thread are summed up first.
         "SPREAD": max(rows // (8 * itemsize), 1),
         "SCALE": sizes["KD"] ** -0.5,
         "AHEAD": ahead,
@@ -104,6 +107,9 @@ def sums_over_rows(a, b, SPREAD: tl.constexpr):
         a, b = tl.reduce((tl.reshape(a, shape), tl.reshape(b, shape)), 0, sum_of_two)
         return sums_over_rows(a, b, SPREAD)
     else:
+        # Sums of one: from here on other threads have the columns, and Triton is not to carry that back to the state.
+        one: tl.constexpr = (1, rows, a.shape[1])
+        a, b = tl.reduce((tl.reshape(a, one), tl.reshape(b, one)), 0, sum_of_two)
         return tl.split(sum_last(tl.permute(tl.join(a, b), (1, 2, 0))))
 
 
@@ -135,13 +141,18 @@ def zero_tokens(out, start, end, columns, column_mask, STRIDE: tl.constexpr):
 
 
 @triton.jit
-def zero_uncovered(offsets, out, columns, column_mask, b, B, T, STRIDE: tl.constexpr):
-    """Zeroes the tokens of no row among the chunks `b, b + B, ..` of the token array.
+def tokens_uncovered(offsets, B, T):
+    """Whether there may be tokens of no row.
 
-    If the offsets begin at the first token and end at the last, every token lies in a row, however they run between;
-    the search is for the other case.
+    If the offsets begin at the first token and end at the last, every token lies in a row, however they run between.
     """
-    if (tl.load(offsets) > 0) | (tl.load(offsets + B) < T):
+    return (tl.load(offsets) > 0) | (tl.load(offsets + B) < T)
+
+
+@triton.jit
+def zero_uncovered(offsets, out, columns, column_mask, b, B, T, STRIDE: tl.constexpr):
+    """Zeroes the tokens of no row among the chunks `b, b + B, ..` of the token array."""
+    if tokens_uncovered(offsets, B, T):
         for first in range(b * ZERO_CHUNK, T, B * ZERO_CHUNK):
             tokens = first + tl.arange(0, ZERO_CHUNK)
             bare = tokens < T
@@ -168,16 +179,16 @@ def last_row_with(offsets, tokens, B, ROWS: tl.constexpr):
 def update(state, key, factor, decay):
     """`fma(key, factor^T, state * decay)`: with exactly these two roundings, the forward and the fold round alike."""
     scaled = state * decay
-    key = tl.broadcast_to(key[:, None], state.shape)
+    key = tl.broadcast_to(key, state.shape)
     factor = tl.broadcast_to(factor[None, :], state.shape)
     return tl.fma(key, factor, scaled)
 
 
 @triton.jit
-def row_masks(row, LIMIT: tl.constexpr):
-    """For each part, which of its rows are below LIMIT; `row` numbers those of the first."""
+def row_masks(row, COUNT: tl.constexpr, LIMIT: tl.constexpr):
+    """For each of COUNT parts, which of its rows are below LIMIT; `row` numbers those of the first."""
     masks = ()
-    for i in tl.static_range(PARTS):
+    for i in tl.static_range(COUNT):
         masks += (row + i * row.shape[0] < LIMIT,)
     return masks
 
@@ -185,7 +196,7 @@ def row_masks(row, LIMIT: tl.constexpr):
 @triton.jit
 def tile_masks(is_row, is_column):
     masks = ()
-    for i in tl.static_range(PARTS):
+    for i in tl.static_range(len(is_row)):
         masks += (is_row[i][:, None] & is_column[None, :],)
     return masks
 
@@ -193,22 +204,29 @@ def tile_masks(is_row, is_column):
 @triton.jit
 def load_parts(at, step, masks, EVICTION: tl.constexpr):
     parts = ()
-    for i in tl.static_range(PARTS):
-        part = tl.load(at + i * step, mask=masks[i], other=0.0, eviction_policy=EVICTION)
-        parts += (part.to(tl.float32),)
+    for i in tl.static_range(len(masks)):
+        parts += (tl.load(at + i * step, mask=masks[i], other=0.0, eviction_policy=EVICTION),)
     return parts
 
 
 @triton.jit
+def float_parts(parts):
+    floats = ()
+    for i in tl.static_range(len(parts)):
+        floats += (parts[i].to(tl.float32),)
+    return floats
+
+
+@triton.jit
 def store_parts(at, step, parts, masks, EVICTION: tl.constexpr):
-    for i in tl.static_range(PARTS):
+    for i in tl.static_range(len(parts)):
         tl.store(at + i * step, parts[i].to(at.dtype.element_ty), masks[i], eviction_policy=EVICTION)
 
 
 @triton.jit
 def each_and(masks, condition):
     both = ()
-    for i in tl.static_range(PARTS):
+    for i in tl.static_range(len(masks)):
         both += (masks[i] & condition,)
     return both
 
@@ -216,9 +234,32 @@ def each_and(masks, condition):
 @triton.jit
 def update_parts(state, key, factor, decay):
     parts = ()
-    for i in tl.static_range(PARTS):
+    for i in tl.static_range(len(state)):
         parts += (update(state[i], key[i], factor, decay),)
     return parts
+
+
+@triton.jit
+def in_slabs(x, SLAB: tl.constexpr):
+    """SLAB rows each: other names for registers, nothing moves."""
+    rows: tl.constexpr = x.shape[0]
+    if rows <= SLAB:
+        return (x,)
+    else:
+        upper, lower = tl.split(tl.permute(tl.reshape(x, (2, rows // 2, x.shape[1])), (1, 2, 0)))
+        return in_slabs(upper, SLAB) + in_slabs(lower, SLAB)
+
+
+@triton.jit
+def across(vector, SLAB: tl.constexpr, COLUMNS: tl.constexpr):
+    """A vector with each element across COLUMNS columns, in slabs as a state is.
+
+    It is loaded and handed to the threads that have its rows in few parts, each of which costs them a wait.
+    """
+    slabs = ()
+    for i in tl.static_range(PARTS):
+        slabs += in_slabs(tl.broadcast_to(vector[i][:, None], (vector[i].shape[0], COLUMNS)), SLAB)
+    return slabs
 
 
 @triton.jit
@@ -231,19 +272,21 @@ def product_of_vectors(a, b):
 
 
 @triton.jit
-def product_with_state(state, vector):
+def product_with_state(state, slabs):
     """Rows whose sum is `state^T vector`."""
-    total = state[0] * vector[0][:, None]
-    for i in tl.static_range(1, PARTS):
-        total = tl.fma(state[i], tl.broadcast_to(vector[i][:, None], total.shape), total)
+    total = state[0] * slabs[0]
+    for i in tl.static_range(1, len(state)):
+        total = tl.fma(state[i], slabs[i], total)
     return total
 
 
 @triton.jit
-def token_output(state, key, query, value, decay, beta, SPREAD: tl.constexpr, SCALE: tl.constexpr):
+def token_output(
+    against_key, against_query, key, query, value, decay, beta, SPREAD: tl.constexpr, SCALE: tl.constexpr
+):  # fmt: skip
     """One token over a tile of a state: the output, and what the raw key is multiplied by in the update.
 
-    Both sums over the state, with the key and with the query, are taken of the old one, in one sweep:
+    Both sums over the state, with the key and with the query (`product_with_state`), are of the old one, in one sweep:
 
         S'^T q = decay * S^T q + (k . q) * factor        where        S' = decay * S + k factor^T
     """
@@ -251,91 +294,27 @@ def token_output(state, key, query, value, decay, beta, SPREAD: tl.constexpr, SC
     key_square, query_square, key_query = sums_of_vectors(*squares)
     key_scale = tl.math.rsqrt(key_square + EPS)
     query_scale = tl.math.rsqrt(query_square + EPS) * SCALE
-    against = product_with_state(state, key), product_with_state(state, query)
-    against_key, against_query = sums_over_rows(*against, SPREAD)
+    against_key, against_query = sums_over_rows(against_key, against_query, SPREAD)
     factor = (value - against_key * (decay * key_scale)) * (beta * key_scale)
     return (against_query * decay + key_query * factor) * query_scale, factor
 
 
 @triton.jit
-def load_token(
-    qkv, decay, beta, t, h, key_index, is_key, value_index,
+def token_at(
+    qkv, decay, beta, t, h, v0,
     NK: tl.constexpr, NV: tl.constexpr, KD: tl.constexpr, VD: tl.constexpr,
 ):  # fmt: skip
-    """Key and query in parts, value (a tile of it), decay and beta of value head h for one token, in float32."""
+    """Where the query, the key, the value (from column v0 on), decay and beta of value head h of a token begin."""
     hk = h // (NV // NK)
     at = qkv + tl.cast(t, tl.int64) * (2 * NK * KD + NV * VD)
-    key = load_parts(at + (NK + hk) * KD + key_index, key_index.shape[0], is_key, "")
-    query = load_parts(at + hk * KD + key_index, key_index.shape[0], is_key, "")
-    value = load_float(at + 2 * NK * KD + h * VD + value_index, value_index < VD)
     gate = tl.cast(t, tl.int64) * NV + h
-    return key, query, value, tl.load(decay + gate), tl.load(beta + gate)
+    return at + hk * KD, at + (NK + hk) * KD, at + 2 * NK * KD + h * VD + v0, decay + gate, beta + gate
 
 
 @triton.jit
-def run_row(
-    qkv, decay, beta, slot_idx, offsets, has_initial_state, pool, out, ring, ring_slot_idx,
-    T, B, MAX_SLOTS, RING_ROWS, NK: tl.constexpr, NV: tl.constexpr, KD: tl.constexpr, VD: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, SPREAD: tl.constexpr, SCALE: tl.constexpr, AHEAD: tl.constexpr,
-    RING_LEN: tl.constexpr, STRIDE: tl.constexpr,
-):  # fmt: skip
-    """Takes one tile of one state through the tokens of its row.
-
-    RING_LEN -1 is the forward. Otherwise rows of at most RING_LEN tokens leave the pool alone and write one record a
-    token and key head. With AHEAD, a token is loaded while the one before it is computed: which costs registers, and so
-    programs in flight, that rows of one token have a better use for.
-    """
-    TILES: tl.constexpr = (VD + COLUMNS - 1) // COLUMNS
-    program = tl.program_id(0)
-    v0 = program % TILES * COLUMNS
-    h = program // TILES % NV
-    b = program // (TILES * NV)
-    slot, start, end, live = row_of(slot_idx, offsets, b, T, MAX_SLOTS)
-    has_state = tl.load(has_initial_state + b) != 0
-    PART: tl.constexpr = ROWS // PARTS
-    key_index = tl.arange(0, PART)
-    is_key = row_masks(key_index, KD)
-    value_index = v0 + tl.arange(0, COLUMNS)
-    out_columns = h * VD + value_index
-    if live & (end > start):
-        # Before the state, whose arrival is waited for.
-        token = load_token(qkv, decay, beta, start, h, key_index, is_key, value_index, NK, NV, KD, VD)
-        state_at = pool + (slot * NV + h) * (KD * VD) + key_index[:, None] * VD + value_index[None, :]
-        inside = tile_masks(is_key, value_index < VD)
-        # A forward writes where it read: until then the cache is to keep it, and afterwards nobody asks for it.
-        EVICTION: tl.constexpr = "evict_last" if RING_LEN < 0 else "evict_first"
-        state = load_parts(state_at, PART * VD, each_and(inside, has_state), EVICTION)
-        needed = end - start > RING_LEN
-        if RING_LEN >= 0:
-            ring_slot = tl.load(ring_slot_idx + b)
-            records = (ring_slot >= 0) & (ring_slot < RING_ROWS) & (needed == 0)
-            GROUP: tl.constexpr = NV // NK
-            record_at = ring + (tl.cast(ring_slot, tl.int64) * NK + h // GROUP) * (RING_LEN * STRIDE)
-            member = h % GROUP
-        for t in range(start, end):
-            key, query, value, d, bt = token
-            if AHEAD:
-                token = load_token(
-                    qkv, decay, beta, tl.minimum(t + 1, end - 1), h, key_index, is_key, value_index, NK, NV, KD, VD
-                )
-            o, factor = token_output(state, key, query, value, d, bt, SPREAD, SCALE)
-            # After the last token of a verify nothing asks for the state.
-            if needed | (t + 1 < end):
-                state = update_parts(state, key, factor, d)
-            out_at = out + tl.cast(t, tl.int64) * (NV * VD) + out_columns
-            tl.store(out_at, o.to(out.dtype.element_ty), mask=value_index < VD)
-            if RING_LEN >= 0:
-                to = record_at + (t - start) * STRIDE
-                tl.store(
-                    to + KD + member * VD + value_index, factor.to(ring.dtype.element_ty), (value_index < VD) & records
-                )
-                first = records & (v0 == 0)
-                tl.store(to + KD + GROUP * VD + member, d.to(ring.dtype.element_ty), first)
-                if first & (member == 0):
-                    store_parts(to + key_index, PART, key, is_key, "")
-            if (AHEAD == 0) & (t + 1 < end):
-                token = load_token(qkv, decay, beta, t + 1, h, key_index, is_key, value_index, NK, NV, KD, VD)
-        store_parts(state_at, PART * VD, state, each_and(inside, needed), "evict_first")
-    if not live:
-        zero_tokens(out, start, end, out_columns, value_index < VD, NV * VD)
-    zero_uncovered(offsets, out, out_columns, value_index < VD, b, B, T, NV * VD)
+def load_token(at, key_index, is_key, column, is_value):
+    """Key and query in parts, value (a tile of it), decay and beta, in float32."""
+    query, key, value, decay, beta = at
+    query = float_parts(load_parts(query + key_index, key_index.shape[0], is_key, ""))
+    key = float_parts(load_parts(key + key_index, key_index.shape[0], is_key, ""))
+    return key, query, load_float(value + column, is_value), tl.load(decay), tl.load(beta)

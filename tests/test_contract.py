@@ -424,6 +424,31 @@ def test_verify_and_fold_agree_with_the_forward_bit_for_bit(implementation, head
     assert_same_bits(folded, prefix_pool, "a part accepted")
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("pool_dtype", DTYPES[:2])
+def test_many_windows(implementation, pool_dtype):
+    """So many that a GPU's programs take several states in turn; some rows are empty, padding, fresh, or too long."""
+    heads, rng = shapes.HEADS["qwen3.5"], np.random.default_rng(3)
+    lengths = rng.integers(0, RING_LEN + 2, 40).astype(np.int32)
+    offsets = shapes.row_offsets(lengths)
+    tokens = shapes.trained_tokens(heads, sum(lengths), "bfloat16", 21)
+    slots = rng.permutation(len(lengths)).astype(np.int32)
+    flags = rng.random(len(lengths)) < 0.7
+    pool = poisoned(shapes.state_pool(heads, len(lengths), pool_dtype), slots[flags], "nan")
+    slots[5] = -1
+    ring_rows = rng.permutation(len(lengths)).astype(np.int32)
+    ring = ring_of(heads, len(lengths), RING_LEN)
+    out, ring, kept = implementation.verify(tokens, pool, ring, slots, ring_rows, offsets, has_initial_state=flags)
+    forward_out, forward_pool = implementation.recurrence(
+        tokens, pool, slots, offsets, algorithm="recurrent", has_initial_state=flags
+    )
+    assert_same_bits(out, forward_out, "outputs")
+    too_long = lengths > RING_LEN
+    accepted = np.where(too_long, 0, lengths)
+    folded = implementation.fold(kept, ring, slots[None], ring_rows[None], accepted, has_initial_state=flags)
+    assert_same_bits(folded, forward_pool, "all accepted, or committed")
+
+
 @pytest.mark.parametrize("index_dtype", ["int32", "uint32"])
 def test_foreign_ring_rows_drop_their_records_and_nothing_else(implementation, index_dtype):
     tokens, pool = window_inputs()

@@ -243,13 +243,14 @@ def test_chunked_rows_that_overlap():
         assert_close(pool[live], expected[live], 1e-5)
 
 
-@pytest.mark.parametrize(("ring_dtype", "padding"), [("float32", 0), ("bfloat16", 3)])
+@pytest.mark.parametrize(("ring_dtype", "padding", "in_turn"), [("float32", 0, 2), ("bfloat16", 3, 1)])
 @pytest.mark.parametrize("pool", ["float32", "bfloat16"])
-def test_verify_and_fold(ring_dtype, padding, pool):
-    """Windows of 1, 2, RING_LEN and RING_LEN + 1 tokens, a padding row, a padding ring slot."""
+def test_verify_and_fold(ring_dtype, padding, in_turn, pool, monkeypatch):
+    """Windows of 1, 2, RING_LEN and RING_LEN + 1 tokens, a padding row, a padding ring slot; heads in turn."""
     ring_len = 4
     lengths, slots = [1, 2, ring_len, ring_len + 1, 2], [4, 2, 0, 1, -1]
     args = make(lengths, (1, 2, 12, 20), slots, fresh=(1,), pool=pool)
+    monkeypatch.setattr(VERIFY, "heads_in_turn", lambda *_: in_turn)
     ring = jnp.full((4, 1, ring_len, 12 + 2 * 21 + padding), jnp.nan, ring_dtype)
     ring_slots = jnp.asarray([2, 3, 9, 0, 1], jnp.int32)
     out, records, new = VERIFY.verify_ring(*args[:4], ring, args[4], ring_slots, *args[5:])
@@ -272,6 +273,12 @@ def test_verify_and_fold(ring_dtype, padding, pool):
         assert_same_bits(folded[[4, 2]], forward_pool[[4, 2]])
     else:
         assert_close(folded[[4, 2]], forward_pool[[4, 2]], 1e-2)
+
+
+@pytest.mark.parametrize(("rows", "heads"), [(0, 1), (1, 1), (24, 1), (32, 4), (64, 8), (96, 4), (256, 32)])
+def test_heads_in_turn(rows, heads):
+    """Of 32 heads of four tiles: one where rows are few, and then as many as fill rounds of programs."""
+    assert VERIFY.heads_in_turn(rows * 32 * 4, 32) == heads
 
 
 @pytest.mark.parametrize("pool", ["float32", "bfloat16"])

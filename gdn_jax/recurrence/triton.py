@@ -9,7 +9,28 @@ Token by token, each program takes one tile of a state through its row; in chunk
 import jax
 
 from gdn_jax._compat import triton_call
-from gdn_jax._triton import row_launch, run_row, tl, triton, unsupported_head_dims
+from gdn_jax._triton import (
+    PARTS,
+    across,
+    each_and,
+    float_parts,
+    load_parts,
+    load_token,
+    product_with_state,
+    row_launch,
+    row_masks,
+    row_of,
+    store_parts,
+    tile_masks,
+    tl,
+    token_at,
+    token_output,
+    triton,
+    unsupported_head_dims,
+    update_parts,
+    zero_tokens,
+    zero_uncovered,
+)
 from gdn_jax.recurrence import triton_chunked
 
 
@@ -17,13 +38,55 @@ from gdn_jax.recurrence import triton_chunked
 def forward_kernel(
     qkv, decay, beta, slot_idx, offsets, has_initial_state, T, B, MAX_SLOTS, pool, out,
     pool_again: tl.constexpr, NK: tl.constexpr, NV: tl.constexpr, KD: tl.constexpr,
-    VD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SPREAD: tl.constexpr,
-    SCALE: tl.constexpr, AHEAD: tl.constexpr,
+    VD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SLAB: tl.constexpr,
+    SPREAD: tl.constexpr, SCALE: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    run_row(
-        qkv, decay, beta, slot_idx, offsets, has_initial_state, pool, out, None, None, T, B, MAX_SLOTS, 0, NK, NV, KD,
-        VD, ROWS, COLUMNS, SPREAD, SCALE, AHEAD, -1, 0,
-    )  # fmt: skip
+    """Takes one tile of one state through the tokens of its row.
+
+    With AHEAD, a token is loaded while the one before it is computed: which costs registers, and so programs in flight,
+    that rows of one token have a better use for.
+    """
+    TILES: tl.constexpr = (VD + COLUMNS - 1) // COLUMNS
+    program = tl.program_id(0)
+    v0 = program % TILES * COLUMNS
+    h = program // TILES % NV
+    b = program // (TILES * NV)
+    slot, start, end, live = row_of(slot_idx, offsets, b, T, MAX_SLOTS)
+    has_state = tl.load(has_initial_state + b) != 0
+    key_index = tl.arange(0, ROWS // PARTS)
+    is_key = row_masks(key_index, PARTS, KD)
+    row = tl.arange(0, SLAB)
+    is_row = row_masks(row, ROWS // SLAB, KD)
+    column = tl.arange(0, COLUMNS)
+    is_value = v0 + column < VD
+    out_columns = h * VD + v0 + column
+    if live & (end > start):
+        # Before the state, whose arrival is waited for.
+        at = token_at(qkv, decay, beta, start, h, v0, NK, NV, KD, VD)
+        token = load_token(at, key_index, is_key, column, is_value)
+        state_at = pool + (slot * NV + h) * (KD * VD) + v0 + row[:, None] * VD + column[None, :]
+        inside = tile_masks(is_row, is_value)
+        # It is written where it was read: until then the cache is to keep it, and afterwards nobody asks for it.
+        state = float_parts(load_parts(state_at, SLAB * VD, each_and(inside, has_state), "evict_last"))
+        for t in range(start, end):
+            key, query, value, d, bt = token
+            if AHEAD:
+                at = token_at(qkv, decay, beta, tl.minimum(t + 1, end - 1), h, v0, NK, NV, KD, VD)
+                token = load_token(at, key_index, is_key, column, is_value)
+            key_slabs = across(key, SLAB, COLUMNS)
+            against_key = product_with_state(state, key_slabs)
+            against_query = product_with_state(state, across(query, SLAB, COLUMNS))
+            o, factor = token_output(against_key, against_query, key, query, value, d, bt, SPREAD, SCALE)
+            state = update_parts(state, key_slabs, factor, d)
+            out_at = out + tl.cast(t, tl.int64) * (NV * VD) + out_columns
+            tl.store(out_at, o.to(out.dtype.element_ty), mask=is_value)
+            if (AHEAD == 0) & (t + 1 < end):
+                at = token_at(qkv, decay, beta, t + 1, h, v0, NK, NV, KD, VD)
+                token = load_token(at, key_index, is_key, column, is_value)
+        store_parts(state_at, SLAB * VD, state, inside, "evict_first")
+    if not live:
+        zero_tokens(out, start, end, out_columns, is_value, NV * VD)
+    zero_uncovered(offsets, out, out_columns, is_value, b, B, T, NV * VD)
 
 
 def unsupported(

@@ -37,7 +37,7 @@ def apply_records(state, records, first, count):
     for i in tl.static_range(TOGETHER):
         if first + i < count:
             key, factor, decay = records[i]
-            state = update(state, key, factor, decay)
+            state = update(state, key[:, None], factor, decay)
     return state
 
 
