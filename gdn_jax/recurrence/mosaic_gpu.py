@@ -35,6 +35,9 @@ from gdn_jax._mosaic import (
     update,
     value_tile,
     vector_layout,
+    warp_barrier,
+    warpgroup_barrier,
+    widen,
     zeros,
 )
 
@@ -198,7 +201,9 @@ def window_buffers(plan, key_dim, group, dtypes, records) -> list[tuple[tuple[in
     buffers.append(((2, window, tile), token))
     if records:
         buffers.append(((window, tile), f32))
-    return [*buffers, ((2, window, group), f32)] if window == _SHORT_WINDOW else buffers
+    if window == _SHORT_WINDOW:
+        buffers += [((2, window, group), f32), ((2, len(RunRow._fields)), jnp.dtype(jnp.int32))]
+    return buffers
 
 
 def shared_bytes(plan, key_dim, group, dtypes, records) -> int:
@@ -274,6 +279,13 @@ def token_rows_layout(size: int):
     if lanes == 1:
         return plgpu.Layout.TILED(plgpu.Tiling(((4, 1),)), (-2,), repeat, -1)
     return plgpu.Layout.TILED(plgpu.Tiling(((4, lanes), (1,))), (-3,), (*repeat, -2), -1)
+
+
+def token_columns_layout(size: int):
+    """Layout of [window, size], windows of four: a warp has a quarter of the columns of every token, as of a tile."""
+    columns = size // 4
+    repeat = () if columns == 32 else (plgpu.Replicated(32 // columns),)
+    return plgpu.Layout.TILED(plgpu.Tiling(((4, size), (4, columns), (1,))), (-4,), (*repeat, -2), -1)
 
 
 def token_output(sums, value, gates):
@@ -390,7 +402,7 @@ def run_rows(tokens, rows, pool, ring=None, ring_slot_idx=None, *, plan=None, in
                 # Every lane clears what it reads itself.
                 self.store(refs, self.zeros(len(refs)))
 
-            return [load(ref, self.layout) for ref in refs]
+            return [widen(plgpu.load(r, layout=self.layout, optimized=False), self.layout, interpret) for r in refs]
 
         def store(self, refs, state):
             for ref, s in zip(refs, state, strict=True):
@@ -403,13 +415,16 @@ def run_rows(tokens, rows, pool, ring=None, ring_slot_idx=None, *, plan=None, in
             spread = along_keys(factor, KEY_ROWS, self.layout)
             return [update(s, k, spread, decay) for s, k in zip(state, keys, strict=True)]
 
-        def step(self, state, keys, queries, value, gates, needed=None):
-            """New state (the old one where `needed` is false), output and delta factor."""
+        def step(self, state, keys, queries, value, gates, needed=None, load_again=None):
+            """New state (the old one where `needed` is false), output and delta factor.
+
+            With `load_again` the update takes its keys from there, and they need not stay in registers until then.
+            """
             sums = finish_sums(add_products(self.zeros(2), state, keys, queries))
             out, factor = token_output(sums, value, gates)
 
             def updated():
-                return self.update(state, keys, factor, gates[0])
+                return self.update(state, load_again() if load_again else keys, factor, gates[0])
 
             state = updated() if needed is None else lax.cond(needed, updated, lambda: state)
             return state, out, factor
@@ -633,6 +648,8 @@ def run_rows(tokens, rows, pool, ring=None, ring_slot_idx=None, *, plan=None, in
         are computed once for all of them. The values of one window are in one of two stages while those of the next
         arrive in the other. Keys and queries that are needed next arrive as soon as the last ones are in use, the gates
         of the next run are in registers a run ahead, and what its row is is known two runs ahead.
+
+        A state of 16 bits an element comes into registers while its first token's sums are computed.
         """
         *refs, state_arrived, values_arrived, keys_arrived = refs
         if ring is None:
@@ -643,22 +660,28 @@ def run_rows(tokens, rows, pool, ring=None, ring_slot_idx=None, *, plan=None, in
         # A block's workers are far apart, so that the last round of runs is spread over all multiprocessors.
         worker = warpgroup * num_blocks + lax.axis_index("block")
         scratch = [ref.at[warpgroup] for ref in scratch]
-        state_s, keys_s, queries_s, scales_s, raw_s, values_s, *scratch, gates_s = scratch
+        state_s, keys_s, queries_s, scales_s, raw_s, values_s, *scratch, gates_s, rows_s = scratch
         if ring is not None:
             (factors_s,) = scratch
+        first_from_shared = pool.dtype.itemsize == 2
         vectors = KeyVectors(key_dim, window)
         num_runs = num_programs // plan.run
 
         def first_tile(n):
             return (worker + n * num_workers) * plan.run
 
-        def row_of(n):
-            """Row of the worker's run n."""
+        def row_indices(n):
+            """What memory says about the row of the worker's run n, as int32."""
             b, _, _ = where(jnp.minimum(first_tile(n), num_programs - 1))
-            start, end = row_bounds(offset_g, b, num_tokens)
-            slot = slot_g[b]
+            indices = [slot_g[b], offset_g[b], offset_g[b + 1], has_g[b].astype(jnp.int32)]
+            return indices if ring is None else [*indices, ring_slot_g[b]]
+
+        def row_of(n, indices):
+            """Row of the worker's run n."""
+            slot, start, end, has_state, *ring_slot = indices
+            start, end = row_bounds((start, end), 0, num_tokens)
             busy = is_row_of(slot, max_slots) & (end > start) & (first_tile(n) < num_programs)
-            return RunRow(slot, start, end, busy, has_g[b], None if ring is None else ring_slot_g[b])
+            return RunRow(slot, start, end, busy, has_state != 0, ring_slot[0] if ring_slot else None)
 
         def value_columns(i):
             """First value column of tile i, among those of all heads."""
@@ -701,7 +724,7 @@ def run_rows(tokens, rows, pool, ring=None, ring_slot_idx=None, *, plan=None, in
             row, next_row, first_gates, stage = carry
             b = where(first_tile(n))[0]
             slot, start, end, busy, has_state, ring_slot = row
-            after_next = row_of(n + 2)
+            indices_after = row_indices(n + 2)
             next_gates = load_gates(next_row.start, n + 1)
             one_window = end - start <= window
             if ring is None:
@@ -723,24 +746,8 @@ def run_rows(tokens, rows, pool, ring=None, ring_slot_idx=None, *, plan=None, in
                 more, next_tile, next_slot, next_start = tile_after(i)
                 out_columns = pl.ds(value_columns(first_tile(n) + i), tile)
 
-                def window_of(carry):
-                    first, state, stage = carry
-                    last = first + window >= end
-                    gates_shift = first - jnp.minimum(first, num_tokens - window)
-
-                    @pl.when(first > start)
-                    def _():
-                        plgpu.barrier_wait(values_arrived.at[warpgroup])
-                        # All warps have done with the window before.
-                        plgpu.commit_smem()
-
-                    @pl.when(more | jnp.logical_not(last))
-                    def _():
-                        fetch_values(
-                            jnp.where(last, next_start, first + window),
-                            jnp.where(last, next_tile, first_tile(n) + i),
-                            1 - stage,
-                        )
+                def prepare(first):
+                    """Keys, queries, norms and gates of the window from token `first` on, unless they are there."""
 
                     @pl.when((i == 0) | jnp.logical_not(one_window))
                     def _():
@@ -753,7 +760,8 @@ def run_rows(tokens, rows, pool, ring=None, ring_slot_idx=None, *, plan=None, in
                             store(gates_s.at[j], gate)
                         for j, scale in enumerate(vectors.scales(keys, queries)):
                             store(scales_s.at[j], scale)
-                        plgpu.commit_smem()
+                        warpgroup_barrier(interpret)
+                        last = first + window >= end
                         again = jnp.logical_not(one_window) & (jnp.logical_not(last) | (i + 1 < plan.run))
 
                         @pl.when(again | next_row.busy)
@@ -764,35 +772,71 @@ def run_rows(tokens, rows, pool, ring=None, ring_slot_idx=None, *, plan=None, in
                                 jnp.where(again, first_tile(n), first_tile(n + 1)),
                             )
 
+                def gates_shift(first):
+                    return first - jnp.minimum(first, num_tokens - window)
+
+                def token_of(first, stage):
+                    """The step of a token of the window that begins at token `first`."""
+
+                    def load_keys(ref, p):
+                        return whole.load_keys([ref.at[p, c] for c in chunks])
+
                     def token(p, state):
+                        # Were the keys in registers until the update, they would be multiplied in an order that reads
+                        # three registers an operation, which takes two cycles. So the compilers must not see that it
+                        # is the same token.
+                        same_token = lax.optimization_barrier(p)
                         state, out, factor = whole.step(
                             state,
-                            whole.load_keys([keys_s.at[p, c] for c in chunks]),
-                            whole.load_keys([queries_s.at[p, c] for c in chunks]),
+                            load_keys(keys_s, p),
+                            load_keys(queries_s, p),
                             load(values_s.at[stage, p], whole.value_layout),
                             [
-                                *(gates_s[j, p + gates_shift, member] for j in range(2)),
+                                *(gates_s[j, p + gates_shift(first), member] for j in range(2)),
                                 *(scales_s[j, p] for j in range(3)),
                             ],
                             needed=None if ring is None else commits | (first + p + 1 < end),
+                            load_again=lambda: load_keys(keys_s, same_token),
                         )
                         store(out_g.at[first + p, out_columns], out)
                         if ring is not None:
                             store(factors_s.at[p], factor)
                         return state
 
+                    return token
+
+                def window_of(carry):
+                    first, state, stage = carry
+                    last = first + window >= end
+
+                    @pl.when(first > start)
+                    def _():
+                        plgpu.barrier_wait(values_arrived.at[warpgroup])
+                        # All warps have done with the window before.
+                        warpgroup_barrier(interpret)
+
+                    @pl.when(more | jnp.logical_not(last))
+                    def _():
+                        fetch_values(
+                            jnp.where(last, next_start, first + window),
+                            jnp.where(last, next_tile, first_tile(n) + i),
+                            1 - stage,
+                        )
+
+                    pl.when((first > start) | (not first_from_shared))(lambda: prepare(first))
+                    done = jnp.where(first > start, 0, 1) if first_from_shared else 0
                     count = jnp.minimum(end - first, window)
-                    state = lax.fori_loop(0, count, token, state)
+                    state = lax.fori_loop(done, count, token_of(first, stage), state)
                     if ring is not None:
 
                         @pl.when(to >= 0)
                         def _():
-                            plgpu.commit_smem()
-
                             records = ring_g.at[to, lax.div(h, group)]
 
                             @pl.when(count == window)
                             def _():
+                                # A warp copies the factors that it has stored itself.
+                                warp_barrier(interpret)
                                 whole_window = records.at[pl.ds(first - start, window)]
                                 # All decays of the key head are here, whoever computes its other tiles.
                                 write_record(whole_window, member, group, v0, keys_s, factors_s, value_dim)
@@ -804,8 +848,11 @@ def run_rows(tokens, rows, pool, ring=None, ring_slot_idx=None, *, plan=None, in
 
                             @pl.when(count < window)
                             def _():
+                                warpgroup_barrier(interpret)
+
                                 def write(p, _):
-                                    record, decay = records.at[first - start + p], gates_s[0, p + gates_shift, member]
+                                    record = records.at[first - start + p]
+                                    decay = gates_s[0, p + gates_shift(first), member]
                                     write_record(
                                         record, member, group, v0, keys_s.at[p], factors_s.at[p], value_dim, decay
                                     )
@@ -815,11 +862,21 @@ def run_rows(tokens, rows, pool, ring=None, ring_slot_idx=None, *, plan=None, in
 
                     return first + window, state, 1 - stage
 
+                if first_from_shared:
+
+                    @pl.when((i == 0) | jnp.logical_not(one_window))
+                    def _():
+                        # All warps have done with the keys before.
+                        warpgroup_barrier(interpret)
+
+                    prepare(start)
                 plgpu.barrier_wait(state_arrived.at[warpgroup])
-                state = whole.load_shared([state_s.at[c] for c in chunks], has_state)
                 plgpu.barrier_wait(values_arrived.at[warpgroup])
+                state = whole.load_shared([state_s.at[c] for c in chunks], has_state)
+                if first_from_shared:
+                    state = token_of(start, stage)(jnp.int32(0), state)
                 # All warps have the state, and have done with the tile before.
-                plgpu.commit_smem()
+                warpgroup_barrier(interpret)
 
                 @pl.when(more)
                 def _():
@@ -839,6 +896,12 @@ def run_rows(tokens, rows, pool, ring=None, ring_slot_idx=None, *, plan=None, in
 
             stage = lax.cond(busy, lambda: lax.fori_loop(0, plan.run, tile_of, stage), skip)
 
+            # The compilers turn an index into a scalar at once, and so wait for memory wherever it is loaded. From the
+            # begin of the run until here these only pass to shared memory; the barrier keeps warps within two runs.
+            for j, index in enumerate(indices_after):
+                rows_s[lax.rem(n, 2), j] = index
+            warpgroup_barrier(interpret)
+            after_next = row_of(n + 2, [rows_s[lax.rem(n, 2), j] for j in range(len(indices_after))])
             live = is_row_of(slot, max_slots)
 
             @pl.when((ends[0] > 0) | (ends[1] < num_tokens) | jnp.logical_not(live))
@@ -858,10 +921,10 @@ def run_rows(tokens, rows, pool, ring=None, ring_slot_idx=None, *, plan=None, in
             return next_row, after_next, next_gates, stage
 
         ends = offset_g[0], offset_g[batch]
-        first_row = row_of(0)
+        first_row = row_of(0, row_indices(0))
         fetch_run(0, first_row, 0)
         count_runs = lax.div(num_runs - worker + (num_workers - 1), num_workers)
-        carry = first_row, row_of(1), load_gates(first_row.start, 0), jnp.int32(0)
+        carry = first_row, row_of(1, row_indices(1)), load_gates(first_row.start, 0), jnp.int32(0)
         lax.fori_loop(0, count_runs, run_of, carry)
 
     def streamed(qkv_g, decay_g, beta_g, slot_g, offset_g, has_g, *refs):
@@ -1087,12 +1150,12 @@ def write_record(record, member, group, v0, key, factor, value_dim, decay=None):
     """
     key_dim = key.shape[-1]
 
-    def copy(source, at):
+    def copy(source, at, window_layout):
         size = source.shape[-1]
-        layout = vector_layout(size) if len(source.shape) == 1 else token_rows_layout(size)
+        layout = vector_layout(size) if len(source.shape) == 1 else window_layout(size)
         store(record.at[..., pl.ds(at, size)], load(source, layout))
 
-    copy(factor, key_dim + member * value_dim + v0)
+    copy(factor, key_dim + member * value_dim + v0, token_columns_layout)
 
     @pl.when(v0 == 0)
     def _():
@@ -1101,4 +1164,4 @@ def write_record(record, member, group, v0, key, factor, value_dim, decay=None):
 
         @pl.when(member == 0)
         def _():
-            copy(key, 0)
+            copy(key, 0, token_rows_layout)
