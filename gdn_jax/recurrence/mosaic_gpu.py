@@ -921,10 +921,11 @@ def run_rows(tokens, rows, pool, ring=None, ring_slot_idx=None, *, plan=None, in
             return next_row, after_next, next_gates, stage
 
         ends = offset_g[0], offset_g[batch]
-        first_row = row_of(0, row_indices(0))
+        # Both rows' indices in one trip to memory.
+        first_row, second_row = (row_of(n, indices) for n, indices in enumerate([row_indices(n) for n in range(2)]))
         fetch_run(0, first_row, 0)
         count_runs = lax.div(num_runs - worker + (num_workers - 1), num_workers)
-        carry = first_row, row_of(1, row_indices(1)), load_gates(first_row.start, 0), jnp.int32(0)
+        carry = first_row, second_row, load_gates(first_row.start, 0), jnp.int32(0)
         lax.fori_loop(0, count_runs, run_of, carry)
 
     def streamed(qkv_g, decay_g, beta_g, slot_g, offset_g, has_g, *refs):
