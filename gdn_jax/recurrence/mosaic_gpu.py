@@ -401,6 +401,8 @@ def run_rows(tokens, rows, pool, ring=None, ring_slot_idx=None, *, plan=None, in
             def _():
                 # Every lane clears what it reads itself.
                 self.store(refs, self.zeros(len(refs)))
+                # The bulk copy that overwrites it comes after.
+                plgpu.commit_smem()
 
             return [widen(plgpu.load(r, layout=self.layout, optimized=False), self.layout, interpret) for r in refs]
 
@@ -415,16 +417,13 @@ def run_rows(tokens, rows, pool, ring=None, ring_slot_idx=None, *, plan=None, in
             spread = along_keys(factor, KEY_ROWS, self.layout)
             return [update(s, k, spread, decay) for s, k in zip(state, keys, strict=True)]
 
-        def step(self, state, keys, queries, value, gates, needed=None, load_again=None):
-            """New state (the old one where `needed` is false), output and delta factor.
-
-            With `load_again` the update takes its keys from there, and they need not stay in registers until then.
-            """
+        def step(self, state, keys, queries, value, gates, needed=None):
+            """New state (the old one where `needed` is false), output and delta factor."""
             sums = finish_sums(add_products(self.zeros(2), state, keys, queries))
             out, factor = token_output(sums, value, gates)
 
             def updated():
-                return self.update(state, load_again() if load_again else keys, factor, gates[0])
+                return self.update(state, keys, factor, gates[0])
 
             state = updated() if needed is None else lax.cond(needed, updated, lambda: state)
             return state, out, factor
@@ -648,8 +647,6 @@ def run_rows(tokens, rows, pool, ring=None, ring_slot_idx=None, *, plan=None, in
         are computed once for all of them. The values of one window are in one of two stages while those of the next
         arrive in the other. Keys and queries that are needed next arrive as soon as the last ones are in use, the gates
         of the next run are in registers a run ahead, and what its row is is known two runs ahead.
-
-        A state of 16 bits an element comes into registers while its first token's sums are computed.
         """
         *refs, state_arrived, values_arrived, keys_arrived = refs
         if ring is None:
@@ -663,7 +660,6 @@ def run_rows(tokens, rows, pool, ring=None, ring_slot_idx=None, *, plan=None, in
         state_s, keys_s, queries_s, scales_s, raw_s, values_s, *scratch, gates_s, rows_s = scratch
         if ring is not None:
             (factors_s,) = scratch
-        first_from_shared = pool.dtype.itemsize == 2
         vectors = KeyVectors(key_dim, window)
         num_runs = num_programs // plan.run
 
@@ -746,68 +742,10 @@ def run_rows(tokens, rows, pool, ring=None, ring_slot_idx=None, *, plan=None, in
                 more, next_tile, next_slot, next_start = tile_after(i)
                 out_columns = pl.ds(value_columns(first_tile(n) + i), tile)
 
-                def prepare(first):
-                    """Keys, queries, norms and gates of the window from token `first` on, unless they are there."""
-
-                    @pl.when((i == 0) | jnp.logical_not(one_window))
-                    def _():
-                        gates = lax.cond((i == 0) & (first == start), lambda: first_gates, lambda: load_gates(first, n))
-                        plgpu.barrier_wait(keys_arrived.at[warpgroup])
-                        keys, queries = (vectors.load(raw_s.at[which]) for which in range(2))
-                        vectors.store(keys_s, keys)
-                        vectors.store(queries_s, queries)
-                        for j, gate in enumerate(gates):
-                            store(gates_s.at[j], gate)
-                        for j, scale in enumerate(vectors.scales(keys, queries)):
-                            store(scales_s.at[j], scale)
-                        warpgroup_barrier(interpret)
-                        last = first + window >= end
-                        again = jnp.logical_not(one_window) & (jnp.logical_not(last) | (i + 1 < plan.run))
-
-                        @pl.when(again | next_row.busy)
-                        def _():
-                            of_row = jnp.where(last, start, first + window)
-                            fetch_keys(
-                                jnp.where(again, of_row, next_row.start),
-                                jnp.where(again, first_tile(n), first_tile(n + 1)),
-                            )
-
-                def gates_shift(first):
-                    return first - jnp.minimum(first, num_tokens - window)
-
-                def token_of(first, stage):
-                    """The step of a token of the window that begins at token `first`."""
-
-                    def load_keys(ref, p):
-                        return whole.load_keys([ref.at[p, c] for c in chunks])
-
-                    def token(p, state):
-                        # Were the keys in registers until the update, they would be multiplied in an order that reads
-                        # three registers an operation, which takes two cycles. So the compilers must not see that it
-                        # is the same token.
-                        same_token = lax.optimization_barrier(p)
-                        state, out, factor = whole.step(
-                            state,
-                            load_keys(keys_s, p),
-                            load_keys(queries_s, p),
-                            load(values_s.at[stage, p], whole.value_layout),
-                            [
-                                *(gates_s[j, p + gates_shift(first), member] for j in range(2)),
-                                *(scales_s[j, p] for j in range(3)),
-                            ],
-                            needed=None if ring is None else commits | (first + p + 1 < end),
-                            load_again=lambda: load_keys(keys_s, same_token),
-                        )
-                        store(out_g.at[first + p, out_columns], out)
-                        if ring is not None:
-                            store(factors_s.at[p], factor)
-                        return state
-
-                    return token
-
                 def window_of(carry):
                     first, state, stage = carry
                     last = first + window >= end
+                    gates_shift = first - jnp.minimum(first, num_tokens - window)
 
                     @pl.when(first > start)
                     def _():
@@ -823,10 +761,47 @@ def run_rows(tokens, rows, pool, ring=None, ring_slot_idx=None, *, plan=None, in
                             1 - stage,
                         )
 
-                    pl.when((first > start) | (not first_from_shared))(lambda: prepare(first))
-                    done = jnp.where(first > start, 0, 1) if first_from_shared else 0
+                    @pl.when((i == 0) | jnp.logical_not(one_window))
+                    def _():
+                        gates = lax.cond((i == 0) & (first == start), lambda: first_gates, lambda: load_gates(first, n))
+                        plgpu.barrier_wait(keys_arrived.at[warpgroup])
+                        keys, queries = (vectors.load(raw_s.at[which]) for which in range(2))
+                        vectors.store(keys_s, keys)
+                        vectors.store(queries_s, queries)
+                        for j, gate in enumerate(gates):
+                            store(gates_s.at[j], gate)
+                        for j, scale in enumerate(vectors.scales(keys, queries)):
+                            store(scales_s.at[j], scale)
+                        warpgroup_barrier(interpret)
+                        again = jnp.logical_not(one_window) & (jnp.logical_not(last) | (i + 1 < plan.run))
+
+                        @pl.when(again | next_row.busy)
+                        def _():
+                            of_row = jnp.where(last, start, first + window)
+                            fetch_keys(
+                                jnp.where(again, of_row, next_row.start),
+                                jnp.where(again, first_tile(n), first_tile(n + 1)),
+                            )
+
+                    def token(p, state):
+                        state, out, factor = whole.step(
+                            state,
+                            whole.load_keys([keys_s.at[p, c] for c in chunks]),
+                            whole.load_keys([queries_s.at[p, c] for c in chunks]),
+                            load(values_s.at[stage, p], whole.value_layout),
+                            [
+                                *(gates_s[j, p + gates_shift, member] for j in range(2)),
+                                *(scales_s[j, p] for j in range(3)),
+                            ],
+                            needed=None if ring is None else commits | (first + p + 1 < end),
+                        )
+                        store(out_g.at[first + p, out_columns], out)
+                        if ring is not None:
+                            store(factors_s.at[p], factor)
+                        return state
+
                     count = jnp.minimum(end - first, window)
-                    state = lax.fori_loop(done, count, token_of(first, stage), state)
+                    state = lax.fori_loop(0, count, token, state)
                     if ring is not None:
 
                         @pl.when(to >= 0)
@@ -852,7 +827,7 @@ def run_rows(tokens, rows, pool, ring=None, ring_slot_idx=None, *, plan=None, in
 
                                 def write(p, _):
                                     record = records.at[first - start + p]
-                                    decay = gates_s[0, p + gates_shift(first), member]
+                                    decay = gates_s[0, p + gates_shift, member]
                                     write_record(
                                         record, member, group, v0, keys_s.at[p], factors_s.at[p], value_dim, decay
                                     )
@@ -862,19 +837,9 @@ def run_rows(tokens, rows, pool, ring=None, ring_slot_idx=None, *, plan=None, in
 
                     return first + window, state, 1 - stage
 
-                if first_from_shared:
-
-                    @pl.when((i == 0) | jnp.logical_not(one_window))
-                    def _():
-                        # All warps have done with the keys before.
-                        warpgroup_barrier(interpret)
-
-                    prepare(start)
                 plgpu.barrier_wait(state_arrived.at[warpgroup])
-                plgpu.barrier_wait(values_arrived.at[warpgroup])
                 state = whole.load_shared([state_s.at[c] for c in chunks], has_state)
-                if first_from_shared:
-                    state = token_of(start, stage)(jnp.int32(0), state)
+                plgpu.barrier_wait(values_arrived.at[warpgroup])
                 # All warps have the state, and have done with the tile before.
                 warpgroup_barrier(interpret)
 
