@@ -13,10 +13,11 @@ import math
 import jax
 import jax.experimental.mosaic.gpu as mgpu
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, memref
+from jaxlib.mlir.dialects import arith, llvm, memref, vector
 
 KEY_ROWS = 8
 EPS = 1e-6
@@ -133,6 +134,66 @@ def fetch_to_keep(ref, states_bytes, interpret) -> None:
             )
 
     fetch(ref)  # pyright: ignore[reportCallIssue]
+
+
+def widen(x, layout, interpret) -> jax.Array:
+    """`x` in float32. A pair of bfloat16 takes two operations; by way of a cast the compilers make three."""
+    if interpret is not None or x.dtype != jnp.bfloat16:
+        return x.astype(jnp.float32)
+
+    @plgpu.inline_mgpu(
+        arg_types=(layout,), return_type=plgpu.ShapeDtypeStruct(x.shape, jnp.dtype(jnp.float32), layout=layout)
+    )
+    def shift(_, array):
+        word, single = ir.IntegerType.get_signless(32), ir.F32Type.get()
+        (length,) = ir.VectorType(array.registers.flat[0].type).shape
+        if length % 2:
+            return array.astype(single)
+        words, singles = (ir.VectorType.get((length // 2,), kind) for kind in (word, single))
+        low, high = (
+            arith.constant(words, ir.DenseElementsAttr.get_splat(words, ir.IntegerAttr.get(word, n)))
+            for n in (16, -(1 << 16))
+        )
+        order = [i for pair in range(length // 2) for i in (pair, pair + length // 2)]
+        registers = np.empty_like(array.registers)
+        for at, register in np.ndenumerate(array.registers):
+            pairs = vector.bitcast(words, register)
+            firsts, seconds = (
+                vector.bitcast(singles, op(pairs, by)) for op, by in ((arith.shli, low), (arith.andi, high))
+            )
+            registers[at] = vector.shuffle(firsts, seconds, order)
+        return mgpu.FragmentedArray(_registers=registers, _layout=array.layout, _is_signed=None)
+
+    return shift(x)  # pyright: ignore[reportCallIssue]
+
+
+def warpgroup_barrier(interpret) -> None:
+    """What any warp of the warpgroup has stored to shared memory, the others may load from here on.
+
+    Bulk copies are not told: what they read must be committed (`commit_smem`). They may overwrite what has been loaded.
+    """
+    if interpret is not None:
+        return
+
+    @plgpu.inline_mgpu()
+    def wait(_):
+        mgpu.warpgroup_barrier()
+
+    wait()  # pyright: ignore[reportCallIssue]
+
+
+def warp_barrier(interpret) -> None:
+    """What any lane of a warp has stored to shared memory, the others of that warp may load from here on."""
+    if interpret is not None:
+        return
+
+    @plgpu.inline_mgpu()
+    def wait(_):
+        llvm.inline_asm(
+            ir.Type.parse("!llvm.void"), [], "bar.warp.sync 0xffffffff;", "~{memory}", has_side_effects=True
+        )
+
+    wait()  # pyright: ignore[reportCallIssue]
 
 
 def along_values(x, tile: int, layout) -> jax.Array:

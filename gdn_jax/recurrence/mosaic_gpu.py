@@ -35,6 +35,9 @@ from gdn_jax._mosaic import (
     update,
     value_tile,
     vector_layout,
+    warp_barrier,
+    warpgroup_barrier,
+    widen,
     zeros,
 )
 
@@ -198,7 +201,9 @@ def window_buffers(plan, key_dim, group, dtypes, records) -> list[tuple[tuple[in
     buffers.append(((2, window, tile), token))
     if records:
         buffers.append(((window, tile), f32))
-    return [*buffers, ((2, window, group), f32)] if window == _SHORT_WINDOW else buffers
+    if window == _SHORT_WINDOW:
+        buffers += [((2, window, group), f32), ((2, len(RunRow._fields)), jnp.dtype(jnp.int32))]
+    return buffers
 
 
 def shared_bytes(plan, key_dim, group, dtypes, records) -> int:
@@ -274,6 +279,13 @@ def token_rows_layout(size: int):
     if lanes == 1:
         return plgpu.Layout.TILED(plgpu.Tiling(((4, 1),)), (-2,), repeat, -1)
     return plgpu.Layout.TILED(plgpu.Tiling(((4, lanes), (1,))), (-3,), (*repeat, -2), -1)
+
+
+def token_columns_layout(size: int):
+    """Layout of [window, size], windows of four: a warp has a quarter of the columns of every token, as of a tile."""
+    columns = size // 4
+    repeat = () if columns == 32 else (plgpu.Replicated(32 // columns),)
+    return plgpu.Layout.TILED(plgpu.Tiling(((4, size), (4, columns), (1,))), (-4,), (*repeat, -2), -1)
 
 
 def token_output(sums, value, gates):
@@ -389,8 +401,10 @@ def run_rows(tokens, rows, pool, ring=None, ring_slot_idx=None, *, plan=None, in
             def _():
                 # Every lane clears what it reads itself.
                 self.store(refs, self.zeros(len(refs)))
+                # The bulk copy that overwrites it comes after.
+                plgpu.commit_smem()
 
-            return [load(ref, self.layout) for ref in refs]
+            return [widen(plgpu.load(r, layout=self.layout, optimized=False), self.layout, interpret) for r in refs]
 
         def store(self, refs, state):
             for ref, s in zip(refs, state, strict=True):
@@ -643,7 +657,7 @@ def run_rows(tokens, rows, pool, ring=None, ring_slot_idx=None, *, plan=None, in
         # A block's workers are far apart, so that the last round of runs is spread over all multiprocessors.
         worker = warpgroup * num_blocks + lax.axis_index("block")
         scratch = [ref.at[warpgroup] for ref in scratch]
-        state_s, keys_s, queries_s, scales_s, raw_s, values_s, *scratch, gates_s = scratch
+        state_s, keys_s, queries_s, scales_s, raw_s, values_s, *scratch, gates_s, rows_s = scratch
         if ring is not None:
             (factors_s,) = scratch
         vectors = KeyVectors(key_dim, window)
@@ -652,13 +666,18 @@ def run_rows(tokens, rows, pool, ring=None, ring_slot_idx=None, *, plan=None, in
         def first_tile(n):
             return (worker + n * num_workers) * plan.run
 
-        def row_of(n):
-            """Row of the worker's run n."""
+        def row_indices(n):
+            """What memory says about the row of the worker's run n, as int32."""
             b, _, _ = where(jnp.minimum(first_tile(n), num_programs - 1))
-            start, end = row_bounds(offset_g, b, num_tokens)
-            slot = slot_g[b]
+            indices = [slot_g[b], offset_g[b], offset_g[b + 1], has_g[b].astype(jnp.int32)]
+            return indices if ring is None else [*indices, ring_slot_g[b]]
+
+        def row_of(n, indices):
+            """Row of the worker's run n."""
+            slot, start, end, has_state, *ring_slot = indices
+            start, end = row_bounds((start, end), 0, num_tokens)
             busy = is_row_of(slot, max_slots) & (end > start) & (first_tile(n) < num_programs)
-            return RunRow(slot, start, end, busy, has_g[b], None if ring is None else ring_slot_g[b])
+            return RunRow(slot, start, end, busy, has_state != 0, ring_slot[0] if ring_slot else None)
 
         def value_columns(i):
             """First value column of tile i, among those of all heads."""
@@ -701,7 +720,7 @@ def run_rows(tokens, rows, pool, ring=None, ring_slot_idx=None, *, plan=None, in
             row, next_row, first_gates, stage = carry
             b = where(first_tile(n))[0]
             slot, start, end, busy, has_state, ring_slot = row
-            after_next = row_of(n + 2)
+            indices_after = row_indices(n + 2)
             next_gates = load_gates(next_row.start, n + 1)
             one_window = end - start <= window
             if ring is None:
@@ -732,7 +751,7 @@ def run_rows(tokens, rows, pool, ring=None, ring_slot_idx=None, *, plan=None, in
                     def _():
                         plgpu.barrier_wait(values_arrived.at[warpgroup])
                         # All warps have done with the window before.
-                        plgpu.commit_smem()
+                        warpgroup_barrier(interpret)
 
                     @pl.when(more | jnp.logical_not(last))
                     def _():
@@ -753,7 +772,7 @@ def run_rows(tokens, rows, pool, ring=None, ring_slot_idx=None, *, plan=None, in
                             store(gates_s.at[j], gate)
                         for j, scale in enumerate(vectors.scales(keys, queries)):
                             store(scales_s.at[j], scale)
-                        plgpu.commit_smem()
+                        warpgroup_barrier(interpret)
                         again = jnp.logical_not(one_window) & (jnp.logical_not(last) | (i + 1 < plan.run))
 
                         @pl.when(again | next_row.busy)
@@ -787,12 +806,12 @@ def run_rows(tokens, rows, pool, ring=None, ring_slot_idx=None, *, plan=None, in
 
                         @pl.when(to >= 0)
                         def _():
-                            plgpu.commit_smem()
-
                             records = ring_g.at[to, lax.div(h, group)]
 
                             @pl.when(count == window)
                             def _():
+                                # A warp copies the factors that it has stored itself.
+                                warp_barrier(interpret)
                                 whole_window = records.at[pl.ds(first - start, window)]
                                 # All decays of the key head are here, whoever computes its other tiles.
                                 write_record(whole_window, member, group, v0, keys_s, factors_s, value_dim)
@@ -804,8 +823,11 @@ def run_rows(tokens, rows, pool, ring=None, ring_slot_idx=None, *, plan=None, in
 
                             @pl.when(count < window)
                             def _():
+                                warpgroup_barrier(interpret)
+
                                 def write(p, _):
-                                    record, decay = records.at[first - start + p], gates_s[0, p + gates_shift, member]
+                                    record = records.at[first - start + p]
+                                    decay = gates_s[0, p + gates_shift, member]
                                     write_record(
                                         record, member, group, v0, keys_s.at[p], factors_s.at[p], value_dim, decay
                                     )
@@ -819,7 +841,7 @@ def run_rows(tokens, rows, pool, ring=None, ring_slot_idx=None, *, plan=None, in
                 state = whole.load_shared([state_s.at[c] for c in chunks], has_state)
                 plgpu.barrier_wait(values_arrived.at[warpgroup])
                 # All warps have the state, and have done with the tile before.
-                plgpu.commit_smem()
+                warpgroup_barrier(interpret)
 
                 @pl.when(more)
                 def _():
@@ -839,6 +861,12 @@ def run_rows(tokens, rows, pool, ring=None, ring_slot_idx=None, *, plan=None, in
 
             stage = lax.cond(busy, lambda: lax.fori_loop(0, plan.run, tile_of, stage), skip)
 
+            # The compilers turn an index into a scalar at once, and so wait for memory wherever it is loaded. From the
+            # begin of the run until here these only pass to shared memory; the barrier keeps warps within two runs.
+            for j, index in enumerate(indices_after):
+                rows_s[lax.rem(n, 2), j] = index
+            warpgroup_barrier(interpret)
+            after_next = row_of(n + 2, [rows_s[lax.rem(n, 2), j] for j in range(len(indices_after))])
             live = is_row_of(slot, max_slots)
 
             @pl.when((ends[0] > 0) | (ends[1] < num_tokens) | jnp.logical_not(live))
@@ -858,10 +886,11 @@ def run_rows(tokens, rows, pool, ring=None, ring_slot_idx=None, *, plan=None, in
             return next_row, after_next, next_gates, stage
 
         ends = offset_g[0], offset_g[batch]
-        first_row = row_of(0)
+        # Both rows' indices in one trip to memory.
+        first_row, second_row = (row_of(n, indices) for n, indices in enumerate([row_indices(n) for n in range(2)]))
         fetch_run(0, first_row, 0)
         count_runs = lax.div(num_runs - worker + (num_workers - 1), num_workers)
-        carry = first_row, row_of(1), load_gates(first_row.start, 0), jnp.int32(0)
+        carry = first_row, second_row, load_gates(first_row.start, 0), jnp.int32(0)
         lax.fori_loop(0, count_runs, run_of, carry)
 
     def streamed(qkv_g, decay_g, beta_g, slot_g, offset_g, has_g, *refs):
@@ -1087,12 +1116,12 @@ def write_record(record, member, group, v0, key, factor, value_dim, decay=None):
     """
     key_dim = key.shape[-1]
 
-    def copy(source, at):
+    def copy(source, at, window_layout):
         size = source.shape[-1]
-        layout = vector_layout(size) if len(source.shape) == 1 else token_rows_layout(size)
+        layout = vector_layout(size) if len(source.shape) == 1 else window_layout(size)
         store(record.at[..., pl.ds(at, size)], load(source, layout))
 
-    copy(factor, key_dim + member * value_dim + v0)
+    copy(factor, key_dim + member * value_dim + v0, token_columns_layout)
 
     @pl.when(v0 == 0)
     def _():
@@ -1101,4 +1130,4 @@ def write_record(record, member, group, v0, key, factor, value_dim, decay=None):
 
         @pl.when(member == 0)
         def _():
-            copy(key, 0)
+            copy(key, 0, token_rows_layout)

@@ -39,7 +39,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, memref, nvvm
 from jaxlib.mlir.dialects import vector as vector_ops
 
-from gdn_jax._mosaic import EPS, compiler_params, is_row_of, store
+from gdn_jax._mosaic import EPS, compiler_params, is_row_of, store, warpgroup_barrier
 from gdn_jax._ragged import is_live, read_rows, row_bounds, token_rows
 
 C = 64  # tokens of a chunk, and columns of a value tile: the M of a warpgroup product
@@ -391,18 +391,6 @@ def _running_sum(interpret, ref) -> Any:
     return add_up(ref)  # pyright: ignore[reportCallIssue]
 
 
-def _warpgroup_barrier(interpret):
-    """What any warp of the warpgroup has stored to shared memory, the others may load from here on."""
-    if interpret is not None:
-        return
-
-    @plgpu.inline_mgpu()
-    def wait(_):
-        mgpu.warpgroup_barrier()
-
-    wait()  # pyright: ignore[reportCallIssue]
-
-
 def _heads_at_once(group):
     """Value heads of a place in `_prepare`: all of a key head, or so many that their gates come in 8 columns."""
     return max(n for n in (1, 2, 3, 4, 5, 8) if group % n == 0)
@@ -606,13 +594,13 @@ def _preparation(qkv, decay, batch, *, nk, nv, key_dim, max_slots, normalise, in
                 x = diagonal_inverse(beta)
                 for slot in range(2):
                     publish(blocks, slot, turn(x))
-                _warpgroup_barrier(interpret)
+                warpgroup_barrier(interpret)
                 # 16 -> 32
                 by = [fetch(blocks, 1, distance) for distance in (1, 2, 3)]
                 pair = multiply(((k_pair * beta).astype(f16), by[0]))
                 pair = (multiply((x, turn(pair))) * -1.0).astype(f16)
                 publish(blocks, 2, turn(pair))
-                _warpgroup_barrier(interpret)
+                warpgroup_barrier(interpret)
                 # 32 -> 64
                 x00 = by[1] * mask[2] + by[2] * mask[3]
                 x10 = fetch(blocks, 2, 1) * mask[2] + fetch(blocks, 2, 2) * mask[3]
@@ -621,7 +609,7 @@ def _preparation(qkv, decay, batch, *, nk, nv, key_dim, max_slots, normalise, in
                 quad = turn(multiply((a[0], x00), (a[1], x10))), turn(multiply((a[1], x11)))
                 for n in range(2):
                     publish(blocks, 1 + 2 * n, quad[n])
-                _warpgroup_barrier(interpret)
+                warpgroup_barrier(interpret)
                 z = [(multiply((x, quad[n]), (pair, fetch(blocks, 1 + 2 * n, 1))) * -1.0).astype(f16) for n in range(2)]
                 return [
                     z[0] + pair * mask[1] + x * mask[0],
