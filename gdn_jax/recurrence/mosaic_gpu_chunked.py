@@ -46,7 +46,7 @@ C = 64  # tokens of a chunk, and columns of a value tile: the M of a warpgroup p
 LINE = 64  # 16-bit elements of a 128-byte swizzle line
 ROWS = 32  # of a state that are copied at once: 8 KB of float32
 HALF = C // 2  # columns of a tile of W, whose second has only rows from HALF on that are not zero
-SUB = 16  # columns of the compact block-diagonal form in `_prepare`
+SUB = 16  # rows and columns of the blocks that warps invert in `_prepare`
 SMS = 132  # multiprocessors of an H100 or H200
 LOG2_MIN = -150.0  # a decay of 0; 2**-150 rounds to 0 in float32
 f32, f16, i32 = jnp.float32, jnp.float16, jnp.int32
@@ -281,71 +281,245 @@ def _find_row(firsts, at, batch):
     return low
 
 
-def _block_products(interpret, *pairs) -> Any:
-    """Sum of products of 16 x 16 blocks: block by block of [C, SUB], left @ right^T over the (left, right) in `pairs`.
+def _inline_asm(results, operands, text, constraints, *, effects=False):
+    """The results of one PTX instruction, a list; `results` are their types."""
+    kind = results[0] if len(results) == 1 else llvm.StructType.get_literal(results)
+    out = llvm.inline_asm(kind, operands, text, constraints, has_side_effects=effects)
+    return [out] if len(results) == 1 else [llvm.extractvalue(x, out, [i]) for i, x in enumerate(results)]
 
-    A block lies in one warp, so the products are the warp's own: nothing passes through shared memory.
+
+class _Blocks:
+    """Blocks of 16 x 16 elements of float16 [.., C, C] in swizzled shared memory, seen by one warp.
+
+    A block is four registers of two elements, its 8 x 8 quarters (upper left, lower left, upper right, lower right): the
+    left operand of `mma.sync`. The right operand takes, for each half of its columns, the two transposed quarters above
+    one another: what `transposed` returns in pairs.
+    """
+
+    def __init__(self, memory):
+        """`memory`: an untiled alias of the buffer, flat."""
+        self.word, self.single = ir.IntegerType.get_signless(32), ir.F32Type.get()
+        self.lane = _inline_asm([self.word], [], "mov.u32 $0, %laneid;", "=r")[0]
+        self.warp = arith.andi(mgpu.warp_idx(), self.number(3))
+        base, offset, *_ = memref.extract_strided_metadata(memory)
+        base = arith.index_cast(self.word, memref.extract_aligned_pointer_as_index(base))
+        base = arith.addi(base, arith.muli(arith.index_cast(self.word, offset), self.number(2)))
+        # The lane's share of an access to four quarters: 16 bytes of a row of 128, swizzled.
+        row = arith.andi(self.lane, self.number(15))
+        half = arith.shrui(self.lane, self.number(4))
+        piece = arith.xori(half, arith.andi(self.lane, self.number(7)))
+        self.base = base
+        self.share = arith.addi(arith.shli(row, self.number(7)), arith.shli(piece, self.number(4)))
+
+    def number(self, n):
+        return arith.constant(self.word, n)
+
+    def address(self, base, column):
+        """Of the block in that column of blocks at the top of the matrix at `base`."""
+        column = self.number(column) if isinstance(column, int) else column
+        return arith.addi(base, arith.xori(self.share, arith.shli(column, self.number(5))))
+
+    def below(self, address, rows):
+        return arith.addi(address, self.number(rows * SUB * 2 * C))
+
+    def load(self, address, kind=""):
+        text = f"ldmatrix.sync.aligned.m8n8.x4{kind}.shared.b16 {{$0,$1,$2,$3}}, [$4];"
+        return _inline_asm([self.word] * 4, [address], text, "=r,=r,=r,=r,r,~{memory}", effects=True)
+
+    def transposed(self, address):
+        quarters = self.load(address, ".trans")
+        return quarters[:2], quarters[2:]
+
+    def store(self, address, block, unless=None):
+        guard = "" if unless is None else "@!$5 "
+        text = f"stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0], {{$1,$2,$3,$4}};"
+        operands, constraints = [address, *block], "r,r,r,r,r"
+        if unless is not None:
+            text = "{.reg .pred no; setp.ne.s32 no, $5, 0; @!no " + text + "}"
+            operands.append(arith.extui(self.word, unless))
+            constraints += ",r"
+        del guard
+        llvm.inline_asm(
+            ir.Type.parse("!llvm.void"), operands, text, constraints + ",~{memory}", has_side_effects=True
+        )
+
+    def turn(self, quarter):
+        return _inline_asm([self.word], [quarter], "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r")[0]
+
+    def product(self, left, right, added=None):
+        """float32 [16, 8] of a block and a half of a right operand, four elements."""
+        added = [arith.constant(self.single, 0.0)] * 4 if added is None else added
+        text = (
+            "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+            "{$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};"
+        )
+        return _inline_asm([self.single] * 4, [*left, *right, *added], text, "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f")
+
+    def rounded(self, x):
+        """The two quarters of a `product`, in float16."""
+        text = "cvt.rn.f16x2.f32 $0, $2, $1;"
+        return [_inline_asm([self.word], x[i : i + 2], text, "=r,f,f")[0] for i in (0, 2)]
+
+    def times(self, *pairs):
+        """The sum of products of blocks, a block; the right ones as `transposed` returns them."""
+        quarters = []
+        for half in range(2):
+            x = None
+            for left, right in pairs:
+                x = self.product(left, right[half], x)
+            quarters += self.rounded(x)
+        return quarters
+
+
+def _put_lower(interpret, ref, alias, value):
+    """Stores the 16 x 16 blocks on and below the diagonal of float16 [C, C]. `alias`: `ref` without its tiling."""
+    if interpret is not None:
+        r, c = [lax.broadcasted_iota(i32, (C, C), axis) for axis in range(2)]
+        ref[...] = jnp.where(r // SUB >= c // SUB, value, 0.0).astype(f16)
+        return
+
+    @plgpu.inline_mgpu(arg_types=(WGMMA, plgpu.RefType()))
+    def put(_, x, memory):
+        at = _Blocks(memory)
+        base = arith.addi(at.base, arith.muli(at.warp, at.number(SUB * 2 * C)))
+        registers = [_bits(r, at.word) for r in x.registers.flat]
+        for j in range(C // SUB):
+            above = arith.cmpi(arith.CmpIPredicate.ult, at.warp, at.number(j)) if j else None
+            at.store(at.address(base, j), registers[4 * j : 4 * j + 4], unless=above)
+
+    put(value, alias)  # pyright: ignore[reportCallIssue]
+
+
+def _invert(interpret, ref, alias):
+    """(I - N)^-1 of two matrices N of which `_put_lower` has stored the blocks: [2, C, C], in place.
+
+    N is what lies strictly below the diagonal. Above, zeros stay as they are. Two warps share a matrix: each inverts the half of it
+    that lies on the diagonal, and the second then makes the block below.
     """
     if interpret is not None:
-        # Side by side, the products of all pairs are one.
-        left, right = [
-            jnp.concatenate([x.astype(f32).reshape(-1, SUB, SUB) for x in side], axis=2)
-            for side in zip(*pairs, strict=True)
-        ]
-        return jnp.einsum("bij,bkj->bik", left, right).reshape(C, SUB)
+        for n in range(2):
+            ref[n] = _inverse(ref[n])
+        return
 
-    @plgpu.inline_mgpu(
-        arg_types=(WGMMA,) * (2 * len(pairs)),
-        return_type=plgpu.ShapeDtypeStruct((C, SUB), jnp.dtype(f32), layout=WGMMA),
-    )
-    def multiply(_, *operands):
-        single, word = ir.F32Type.get(), ir.IntegerType.get_signless(32)
-        packed = [[_bits(x, word) for x in array.registers.flat] for array in operands]
-        columns = []
-        for half in range(2):  # 8 columns of the sum, rows of `right`
-            sums = [arith.constant(single, 0.0)] * 4
-            for left, right in zip(packed[::2], packed[1::2], strict=True):
-                out = llvm.inline_asm(
-                    llvm.StructType.get_literal([single] * 4),
-                    [*left, right[half], right[2 + half], *sums],
-                    "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
-                    "{$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};",
-                    "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f",
-                )
-                sums = [llvm.extractvalue(single, out, [i]) for i in range(4)]
-            columns += [vector_ops.from_elements(ir.VectorType.get((2,), single), sums[i : i + 2]) for i in (0, 2)]
-        return _like(operands[0], columns)
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
+    def invert(_, memory):
+        at = _Blocks(memory)
+        number, rounded, turn = at.number, at.rounded, at.turn
+        head, second = arith.shrui(at.warp, number(1)), arith.andi(at.warp, number(1))
+        base = arith.addi(at.base, arith.muli(head, number(2 * C * C)))
+        own = arith.addi(base, arith.muli(second, number(2 * SUB * 2 * C)))
+        columns = [at.address(own, arith.addi(arith.shli(second, number(1)), number(j))) for j in range(2)]
+        # Masks of the lane's two elements of a quarter
+        row = arith.shrui(at.lane, number(2))
+        column = arith.shli(arith.andi(at.lane, number(3)), number(1))
+        zero = number(0)
 
-    return multiply(*[x for pair in pairs for x in pair])  # pyright: ignore[reportCallIssue]
+        def elements(predicate, value):
+            masks = []
+            for n in range(2):
+                holds = arith.cmpi(predicate, row, arith.addi(column, number(n)))
+                masks.append(arith.select(holds, number(value << (16 * n)), zero))
+            return arith.ori(*masks)
+
+        kinds = arith.CmpIPredicate
+        strictly_below, strictly_above = elements(kinds.ugt, 0xFFFF), elements(kinds.ult, 0xFFFF)
+        identity = elements(kinds.eq, 0x3C00)
+
+        def diagonal(address):
+            """The inverse of a block on the diagonal, its upper right quarter zero."""
+
+            def twice(left, right, added=None):
+                """Products of two 8 x 8 blocks at once."""
+                return at.product([left[0], zero, zero, left[1]], right, added)
+
+            def plus_identity(x):
+                return [arith.ori(q, identity) for q in x]  # there are only zeros on the diagonal
+
+            q = at.load(address)
+            t = at.load(address, ".trans")
+            n1 = [arith.andi(x, strictly_below) for x in (q[0], q[3])]
+            n1_t = [arith.andi(x, strictly_above) for x in (t[0], t[3])]
+            # (I + N)(I + N^2)(I + N^4), exact because N^8 = 0
+            n2, n2_t = rounded(twice(n1, n1_t)), rounded(twice(n1_t, n1))
+            n4_t = rounded(twice(n2_t, n2))
+            x = twice(plus_identity(n1), plus_identity(n2_t))
+            upper, lower = rounded(twice(rounded(x), n4_t, x))
+            # 8 -> 16: the quarter below the diagonal becomes X22 N21 X11
+            upper_t = turn(upper)
+            below = rounded(at.product([zero, zero, zero, lower], [zero, t[1]]))[1]
+            below = rounded(at.product([zero, below, zero, zero], [upper_t, zero]))[1]
+            return [upper, below, zero, lower], ((upper_t, turn(below)), (zero, turn(lower)))
+
+        (x0, x0_t), (x1, _) = diagonal(columns[0]), diagonal(at.below(columns[1], 1))
+        at.store(columns[0], x0)
+        at.store(at.below(columns[1], 1), x1)
+        # 16 -> 32
+        address = at.below(columns[0], 1)
+        pair = at.times((at.times((x1, at.transposed(address))), x0_t))
+        at.store(address, pair)
+        # 32 -> 64
+        barrier = arith.addi(number(8), arith.shrui(mgpu.warp_idx(), number(1)))
+        is_second = arith.cmpi(kinds.ne, second, zero)
+
+        with mgpu.when(arith.xori(is_second, arith.constant(ir.IntegerType.get_signless(1), 1))):
+            llvm.inline_asm(
+                ir.Type.parse("!llvm.void"), [barrier], "bar.arrive $0, 64;", "r,~{memory}", has_side_effects=True
+            )
+        with mgpu.when(is_second):
+            columns = [at.address(base, j) for j in range(2)]
+            n = [[at.transposed(at.below(c, i)) for c in columns] for i in (2, 3)]
+            first = [at.times((x0, n[0][j])) for j in range(2)]
+            last = [at.times((pair, n[0][j]), (x1, n[1][j])) for j in range(2)]
+            llvm.inline_asm(
+                ir.Type.parse("!llvm.void"), [barrier], "bar.sync $0, 64;", "r,~{memory}", has_side_effects=True
+            )
+            y0, y1 = at.transposed(columns[0]), at.transposed(at.below(columns[1], 1))
+            y_pair = at.transposed(at.below(columns[0], 1))
+            for i, (u0, u1) in enumerate((first, last)):
+                at.store(at.below(columns[0], 2 + i), at.times((u0, y0), (u1, y_pair)))
+                at.store(at.below(columns[1], 2 + i), at.times((u1, y1)))
+
+    invert(alias)  # pyright: ignore[reportCallIssue]
 
 
-def _transpose_blocks(interpret, x) -> Any:
-    """Every 16 x 16 block of the float16 [C, SUB] transposed."""
-    if interpret is not None:
-        return x.reshape(-1, SUB, SUB).swapaxes(1, 2).reshape(C, SUB)
+def _inverse(n):
+    """What `_invert` does to one matrix, with the same roundings."""
 
-    @plgpu.inline_mgpu(arg_types=(WGMMA,), return_type=plgpu.ShapeDtypeStruct((C, SUB), jnp.dtype(f16), layout=WGMMA))
-    def transpose(_, x):
-        word = ir.IntegerType.get_signless(32)
-        registers = x.registers.flat
-        turned = [
-            llvm.inline_asm(word, [_bits(r, word)], "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r")
-            for r in (registers[0], registers[2], registers[1], registers[3])
-        ]
-        return _like(x, [_bits(r, registers[0].type) for r in turned])
+    def dot(*pairs):
+        return sum(x.astype(f32) @ y.astype(f32) for x, y in pairs)
 
-    return transpose(x)  # pyright: ignore[reportCallIssue]
+    def rounded(*pairs):
+        return dot(*pairs).astype(f16)
+
+    def diagonal(n):
+        n1 = jnp.tril(n, -1)
+        eye = jnp.eye(8, dtype=f16)
+        quarters = []
+        for i in range(2):
+            q = n1[8 * i : 8 * i + 8, 8 * i : 8 * i + 8]
+            n2 = rounded((q, q))
+            x = dot((q + eye, n2 + eye))
+            quarters.append((x + dot((x.astype(f16), rounded((n2, n2))))).astype(f16))
+        upper, lower = quarters
+        below = rounded((rounded((lower, n1[8:, :8])), upper))
+        return jnp.block([[upper, jnp.zeros_like(upper)], [below, lower]])
+
+    def block(i, j):
+        return n[SUB * i : SUB * (i + 1), SUB * j : SUB * (j + 1)]
+
+    x = [diagonal(block(i, i)) for i in range(4)]
+    pairs = [rounded((rounded((x[i + 1], block(i + 1, i))), x[i])) for i in (0, 2)]
+    first = [rounded((x[2], block(2, j))) for j in range(2)]
+    last = [rounded((pairs[1], block(2, j)), (x[3], block(3, j))) for j in range(2)]
+    zero = jnp.zeros_like(x[0])
+    rows = [[x[0], zero, zero, zero], [pairs[0], x[1], zero, zero]]
+    for u, right in ((first, [x[2], zero]), (last, [pairs[1], x[3]])):
+        rows.append([rounded((u[0], x[0]), (u[1], pairs[0])), rounded((u[1], x[1])), *right])
+    return jnp.block(rows)
 
 
 def _bits(register, kind):
     return llvm.bitcast(kind, register)
-
-
-def _like(array, registers):
-    """An array in the layout of `array` made of these registers."""
-    shaped = np.empty(array.registers.shape, dtype=object)
-    shaped.flat[:] = registers
-    return mgpu.FragmentedArray(_registers=shaped, _layout=array.layout, _is_signed=None)
 
 
 def _running_sum(interpret, ref) -> Any:
@@ -443,7 +617,6 @@ def _preparation(qkv, decay, batch, *, nk, nv, key_dim, max_slots, normalise, in
     width = _gate_columns(heads)
     halves = key_dim // LINE
     dtype = qkv.dtype
-    tile = (C, SUB)
     scale = key_dim**-0.5
 
     def work(operands, buffers, unit, count, place_of, written=None):
@@ -549,87 +722,6 @@ def _preparation(qkv, decay, batch, *, nk, nv, key_dim, max_slots, normalise, in
             turn_over()
             scores = jnp.where(_iota((C, C), 0) >= _iota((C, C), 1), qk, 0.0).astype(f16)
 
-            # Compact forms, [C, SUB]: what each 16-row block needs of the columns of one 16-column block.
-            r, c = _iota(tile, 0), _iota(tile, 1)
-            block = lax.shift_right_logical(r, i32(4))
-            k_tile = [kk[:, SUB * j : SUB * (j + 1)] for j in range(4)]
-            k_diag = jnp.where(
-                block == 0, k_tile[0],
-                jnp.where(block == 1, k_tile[1], jnp.where(block == 2, k_tile[2], k_tile[3])),
-            )  # fmt: skip
-            k_diag = jnp.where((r & 15) > c, k_diag, 0.0)
-            k_pair = jnp.where(block == 1, k_tile[0], jnp.where(block == 3, k_tile[2], 0.0))
-            k_quad = [jnp.where(block >= 2, k_tile[j], 0.0) for j in range(2)]
-            # Masks of blocks for 16-bit registers, which hold two elements: a product is one step, a select four.
-            token_block = lax.shift_right_logical(token, i32(4))
-            mask = [_rows(jnp.where(token_block == j, 1.0, 0.0), SUB).astype(f16) for j in range(4)]
-            same_eighth = (lax.shift_right_logical(r, i32(3)) & 1) == lax.shift_right_logical(c, i32(3))
-            near = jnp.where(same_eighth, -1.0, 0.0).astype(f16)
-            far = jnp.where(same_eighth, 0.0, 1.0).astype(f16)
-            identity = jnp.where((r & 15) == c, 1.0, 0.0).astype(f16)
-
-            def multiply(*pairs):
-                return _block_products(interpret, *pairs)
-
-            def turn(x):
-                return _transpose_blocks(interpret, x.astype(f16))
-
-            def publish(blocks, slot, x):
-                store(blocks.at[pl.ds(slot * C, C)], x)
-
-            def fetch(blocks, slot, distance):
-                """What the warp `distance` before this one has published in the slot.
-
-                The first warps get something from the slot before, which is multiplied by zero.
-                """
-                return _vector(blocks.at[pl.ds(slot * C - distance * SUB, C)], WGMMA)
-
-            def diagonal_inverse(beta):
-                """Inverses of the 16 x 16 diagonal blocks."""
-                # Rounded once, for all uses: on repeated keys the entries of the inverse are differences of
-                # equal numbers, and an error that all of them share would add up in W and R.
-                a = (k_diag * beta).astype(f16)
-                # 8 x 8: (I + N)(I + N^2)(I + N^4), exact because N^8 = 0
-                n1 = a * near
-                n2 = multiply((n1, turn(n1))).astype(f16)
-                n2_t = turn(n2)
-                x16 = n1 + identity
-                x = x16.astype(f32) + multiply((x16, n2_t))
-                x = x + multiply((x.astype(f16), turn(multiply((n2, n2_t)))))
-                # 8 -> 16: the block below the diagonal becomes -X22 L21 X11
-                x16 = x.astype(f16)
-                below = multiply((a * far, turn(x16)))
-                return (x - multiply((x16, turn(below)))).astype(f16)
-
-            def inverse(beta, blocks):
-                """The inverse, as four [C, SUB]."""
-                x = diagonal_inverse(beta)
-                for slot in range(2):
-                    publish(blocks, slot, turn(x))
-                _warpgroup_barrier(interpret)
-                # 16 -> 32
-                by = [fetch(blocks, 1, distance) for distance in (1, 2, 3)]
-                pair = multiply(((k_pair * beta).astype(f16), by[0]))
-                pair = (multiply((x, turn(pair))) * -1.0).astype(f16)
-                publish(blocks, 2, turn(pair))
-                _warpgroup_barrier(interpret)
-                # 32 -> 64
-                x00 = by[1] * mask[2] + by[2] * mask[3]
-                x10 = fetch(blocks, 2, 1) * mask[2] + fetch(blocks, 2, 2) * mask[3]
-                x11 = by[0] * mask[2] + by[1] * mask[3]
-                a = [(k * beta).astype(f16) for k in k_quad]
-                quad = turn(multiply((a[0], x00), (a[1], x10))), turn(multiply((a[1], x11)))
-                for n in range(2):
-                    publish(blocks, 1 + 2 * n, quad[n])
-                _warpgroup_barrier(interpret)
-                z = [(multiply((x, quad[n]), (pair, fetch(blocks, 1 + 2 * n, 1))) * -1.0).astype(f16) for n in range(2)]
-                return [
-                    z[0] + pair * mask[1] + x * mask[0],
-                    z[1] + x * mask[1],
-                    pair * mask[3] + x * mask[2],
-                    x * mask[3],
-                ]
-
             def product(left, right, shape):
                 def run(acc):
                     acc.mma(left, right)
@@ -637,31 +729,39 @@ def _preparation(qkv, decay, batch, *, nk, nv, key_dim, max_slots, normalise, in
 
                 return _accumulate(interpret, [shape], run)
 
+            def gate(kind, n):
+                column = part * heads + n - first_column(part)
+                return jnp.where(token < valid, _vector(raw_s.at[stage, kind, :, column], ROW), 1.0 - kind)
+
+            def two_heads(pair, _):
+                for n in range(min(2, heads)):
+                    # Rounded once, for all uses: on repeated keys the entries of the inverse are differences of
+                    # equal numbers, and an error that all of them share would add up in W and R.
+                    beta = gate(1, jnp.minimum(2 * pair + n, heads - 1))
+                    _put_lower(interpret, x_s.at[n], blocks_s.at[n], (kk * _rows(-beta, C)).astype(f16))
+                _warpgroup_barrier(interpret)
+                _invert(interpret, x_s, blocks_s)
+                lax.fori_loop(2 * pair, jnp.minimum(2 * pair + 2, heads), one_head, None)
+
             def one_head(n, _):
                 head = part * heads + n
+                x = x_s.at[n & 1]
 
                 def vector(k):
                     return vectors.at[pl.ds(k * C, C)]
 
-                column = head - first_column(part)
-                decay, beta = [
-                    jnp.where(token < valid, _vector(raw_s.at[stage, kind, :, column], ROW), 1.0 - kind)
-                    for kind in range(2)
-                ]
+                decay, beta = gate(0, n), gate(1, n)
                 store(gates.at[0], jnp.maximum(jnp.log2(decay), LOG2_MIN))
                 store(gates.at[1], beta * scale)
-                x = inverse(_rows(beta, SUB), blocks_s)
-                gamma = _running_sum(interpret, gates.at[0])
-                # The results of the head before have left their buffers, and all warps are through with the
-                # blocks, whose place X takes.
+                # The results of the head before have left their buffers, and all warps have stored their gates.
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                x_s[...] = jnp.concatenate(x, axis=1)
+                gamma = _running_sum(interpret, gates.at[0])
                 store(vector(LOG_GAMMA), gamma)
                 store(vector(K_SCALE), rk * jnp.exp2(gamma))
                 store(vector(Q_SCALE), rq * scale * jnp.exp2(gamma))
                 plgpu.commit_smem()
 
-                w = product(scores, x_s, (C, C))
+                w = product(scores, x, (C, C))
                 ratio = _rows(gamma, C) - _cols(_vector(vector(LOG_GAMMA), COL), C)
                 # above the diagonal W is 0, and the ratio must not overflow there
                 w = w * jnp.exp2(jnp.minimum(ratio, 0.0))
@@ -672,7 +772,7 @@ def _preparation(qkv, decay, batch, *, nk, nv, key_dim, max_slots, normalise, in
                 r_scale = _rows(beta * jnp.exp2(gamma_end - gamma), LINE)
                 r_s = tiles_s.at[stage, 1]  # the raw queries are in registers
                 for i in range(halves):
-                    rows = product(x_s.transpose((1, 0)), key_s.at[i], (C, LINE))
+                    rows = product(x.transpose((1, 0)), key_s.at[i], (C, LINE))
                     r_s.at[i][...] = (rows * r_scale).astype(dtype)
                 plgpu.commit_smem()
                 plgpu.copy_smem_to_gmem(w_s.at[0], w_g.at[item, head, pl.ds(0, C)])
@@ -680,16 +780,18 @@ def _preparation(qkv, decay, batch, *, nk, nv, key_dim, max_slots, normalise, in
                 plgpu.copy_smem_to_gmem(r_s, r_g.at[item, head])
                 plgpu.copy_smem_to_gmem(vectors, vec_g.at[item, head])
 
-            lax.fori_loop(0, heads, one_head, None)
+            lax.fori_loop(0, pl.cdiv(heads, 2), two_heads, None)
 
+        for n in range(2):
+            x_s.at[n][...] = _zeros((C, C), f16)  # what lies above the diagonal blocks stays
         place = look(0)
         bring(place, 0)
         nothing = *place[:-1], jnp.bool_(False)
         last, _ = lax.fori_loop(0, count, step, (nothing, place))
         finish(last)
 
-    # The blocks that warps exchange and X take one another's place.
-    overlay = [_swizzled((units, C, C), f16), plgpu.SMEM((units, 4 * C, SUB), f16)]
+    # X of two heads, for the products and for single warps.
+    overlay = [_swizzled((units, 2, C, C), f16), plgpu.SMEM((units, 2, C, C), f16)]
     tokens = (units, 2, 2, halves, C, LINE)
     buffers = [
         _copy_target(interpret, tokens, dtype, _swizzled(tokens, f16)),  # keys are normalised in place
