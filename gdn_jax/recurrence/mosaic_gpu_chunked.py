@@ -288,6 +288,16 @@ def _inline_asm(results, operands, text, constraints, *, effects=False):
     return [out] if len(results) == 1 else [llvm.extractvalue(x, out, [i]) for i, x in enumerate(results)]
 
 
+def _mma(left, right, added, kind="f16"):
+    """The float32 sum [16, 8] of `added` and the product of a 16 x 16 block and half of one, by one warp."""
+    text = (
+        f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 "
+        "{$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};"
+    )
+    single = ir.F32Type.get()
+    return _inline_asm([single] * 4, [*left, *right, *added], text, "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f")
+
+
 class _Blocks:
     """Blocks of 16 x 16 elements of float16 [.., C, C] in swizzled shared memory, seen by one warp.
 
@@ -348,12 +358,7 @@ class _Blocks:
 
     def product(self, left, right, added=None):
         """float32 [16, 8] of a block and a half of a right operand, four elements."""
-        added = [arith.constant(self.single, 0.0)] * 4 if added is None else added
-        text = (
-            "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
-            "{$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};"
-        )
-        return _inline_asm([self.single] * 4, [*left, *right, *added], text, "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f")
+        return _mma(left, right, [arith.constant(self.single, 0.0)] * 4 if added is None else added)
 
     def rounded(self, x):
         """The two quarters of a `product`, in float16."""
@@ -369,6 +374,38 @@ class _Blocks:
                 x = self.product(left, right[half], x)
             quarters += self.rounded(x)
         return quarters
+
+
+def _sum_of_squares(interpret, *tiles) -> Any:
+    """Of the rows of 16-bit [C, LINE] arrays side by side: the diagonal of their product with their own transpose."""
+    if interpret is not None:
+        return sum(jnp.sum(jnp.square(x.astype(f32)), axis=1) for x in tiles)
+
+    @plgpu.inline_mgpu(
+        arg_types=(WGMMA,) * len(tiles), return_type=plgpu.ShapeDtypeStruct((C,), jnp.dtype(f32), layout=ROW)
+    )
+    def add_up(_, *tiles):
+        single, word = ir.F32Type.get(), ir.IntegerType.get_signless(32)
+        kind = "bf16" if "bf16" in str(tiles[0].mlir_dtype) else "f16"
+        registers = [_bits(r, word) for tile in tiles for r in tile.registers.flat]
+        lane = _inline_asm([word], [], "mov.u32 $0, %laneid;", "=r")[0]
+        number = partial(arith.constant, word)
+        row = arith.shrui(lane, number(2))
+        odd = arith.cmpi(arith.CmpIPredicate.ne, arith.andi(row, number(1)), number(0))
+        owner = arith.addi(arith.shli(row, number(2)), arith.shrui(row, number(1)))
+        sums = []
+        for half in range(2):  # rows and columns 0 to 7, then 8 to 15, of the warp's 16
+            x = [arith.constant(single, 0.0)] * 4
+            for i in range(0, len(registers), 4):
+                block = registers[i : i + 4]
+                x = _mma(block, block[half::2], x, kind)
+            mine = arith.select(odd, x[2 * half + 1], x[2 * half])
+            sums += _inline_asm([single], [mine, owner], "shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;", "=f,f,r")
+        zero = mgpu.FragmentedArray.splat(arith.constant(single, 0.0), (C,), layout=ROW.to_mgpu())
+        rest = iter(sums)
+        return zero.foreach(lambda *_: next(rest), create_array=True)
+
+    return add_up(*tiles)  # pyright: ignore[reportCallIssue]
 
 
 def _put_lower(interpret, ref, alias, value):
@@ -628,7 +665,7 @@ def _preparation(qkv, decay, batch, *, nk, nv, key_dim, max_slots, normalise, in
         qkv_g, decay_g, beta_g, slot_g, w_g, r_g, vec_g = operands
         *refs, k_bar, q_bar, x_s, blocks_s = buffers
         refs = [ref.at[unit] for ref in (*refs, x_s, blocks_s)]
-        rows_s, tiles_s, keys_s, raw_s, w_s, vectors, gates, x_s, blocks_s = refs
+        rows_s, tiles_s, keys_s, raw_s, w_s, vectors, gates, norms, x_s, blocks_s = refs
 
         def look(n):
             """Item, part, first token, tokens, and whether there is anything to do."""
@@ -684,42 +721,44 @@ def _preparation(qkv, decay, batch, *, nk, nv, key_dim, max_slots, normalise, in
             item, part, _, valid, _ = place
             k_arrived, q_arrived = bars(stage)
             token = _iota((C,), 0, ROW)
-
-            def normalised(tiles):
-                """float16 rows of norm 1 and the reciprocal norms; zeros past the row's end, whatever lies there."""
-
-                @pl.when(valid < C)
-                def _():
-                    inside = _iota((C, LINE), 0) < valid
-                    for i in range(halves):
-                        x = plgpu.load(tiles.at[i], layout=WGMMA)
-                        tiles.at[i][...] = jnp.where(inside, x, jnp.zeros_like(x))
-                    plgpu.commit_smem()
-
-                raw = [plgpu.load(tiles.at[i], layout=WGMMA).astype(f32) for i in range(halves)]
-                if not normalise:
-                    return [x.astype(f16) for x in raw], _zeros((C,), f32, ROW) + 1.0
-                r = lax.rsqrt(sum(_row_sum(x * x) for x in raw) + EPS)
-                return [(x * _rows(r, LINE)).astype(f16) for x in raw], r
-
+            raw_tiles = tiles_s.at[stage]
             plgpu.barrier_wait(k_arrived)
-            key, rk = normalised(tiles_s.at[stage, 0])
-            key_s = keys_s.at[stage, 0]
-            for i in range(halves):
-                key_s.at[i][...] = key[i]
             plgpu.barrier_wait(q_arrived)
-            query, rq = normalised(tiles_s.at[stage, 1])
-            plgpu.commit_smem()
 
-            def gram(kk_acc, qk_acc):
+            @pl.when(valid < C)
+            def _():
+                """Zeros past the row's end, whatever lies there."""
+                inside = _iota((C, LINE), 0) < valid
+                for n in range(2):
+                    for i in range(halves):
+                        x = plgpu.load(raw_tiles.at[n, i], layout=WGMMA)
+                        raw_tiles.at[n, i][...] = jnp.where(inside, x, jnp.zeros_like(x))
+                plgpu.commit_smem()
+
+            def products(kk_acc, qk_acc):
+                raw_keys, raw_queries = raw_tiles.at[0], raw_tiles.at[1]
                 for i in range(halves):
-                    keys = key_s.at[i].transpose((1, 0))
-                    kk_acc.mma(key_s.at[i], keys)
-                    qk_acc.mma(query[i], keys)
-                return kk_acc.read(), qk_acc.read()
+                    keys = raw_keys.at[i].transpose((1, 0))
+                    kk_acc.mma(raw_keys.at[i], keys)
+                    qk_acc.mma(raw_queries.at[i], keys)
+                if not normalise:
+                    return kk_acc.read(), qk_acc.read()
+                key, query = [[plgpu.load(raw_tiles.at[n, i], layout=WGMMA) for i in range(halves)] for n in range(2)]
+                rk, rq = [lax.rsqrt(_sum_of_squares(interpret, *x) + EPS) for x in (key, query)]
+                store(norms.at[0], rk)
+                key = [(x.astype(f32) * _rows(rk, LINE)).astype(f16) for x in key]
+                return kk_acc.read(), qk_acc.read(), rk, rq, *key
 
-            kk, qk = _accumulate(interpret, [(C, C), (C, C)], gram)
-            turn_over()
+            kk, qk, *normalised = _accumulate(interpret, [(C, C), (C, C)], products)
+            turn_over()  # and all warps are through with the products
+            key_s = (keys_s if normalise else tiles_s).at[stage, 0]
+            rk = rq = _zeros((C,), f32, ROW) + 1.0
+            if normalise:
+                rk, rq, *key = normalised
+                columns_rk = _cols(_vector(norms.at[0], COL), C)
+                kk, qk = kk * columns_rk, qk * columns_rk * _rows(rq, C)
+                for i in range(halves):
+                    key_s.at[i][...] = key[i]
             scores = jnp.where(_iota((C, C), 0) >= _iota((C, C), 1), qk, 0.0).astype(f16)
 
             def product(left, right, shape):
@@ -737,7 +776,7 @@ def _preparation(qkv, decay, batch, *, nk, nv, key_dim, max_slots, normalise, in
                 for n in range(min(2, heads)):
                     # Rounded once, for all uses: on repeated keys the entries of the inverse are differences of
                     # equal numbers, and an error that all of them share would add up in W and R.
-                    beta = gate(1, jnp.minimum(2 * pair + n, heads - 1))
+                    beta = gate(1, jnp.minimum(2 * pair + n, heads - 1)) * rk
                     _put_lower(interpret, x_s.at[n], blocks_s.at[n], (kk * _rows(-beta, C)).astype(f16))
                 _warpgroup_barrier(interpret)
                 _invert(interpret, x_s, blocks_s)
@@ -799,6 +838,7 @@ def _preparation(qkv, decay, batch, *, nk, nv, key_dim, max_slots, normalise, in
         _swizzled((units, 2, C, HALF), dtype),
         plgpu.SMEM((units, NUM_VECTORS * C), f32),
         plgpu.SMEM((units, 2, C), f32),
+        plgpu.SMEM((units, 1, C), f32),
     ]
     if interpret is not None:  # where aliases are buffers of their own
         buffers.insert(1, _swizzled(tokens, f16))
