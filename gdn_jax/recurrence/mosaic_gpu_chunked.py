@@ -271,13 +271,16 @@ def _first_item(table, b, length, items):
 
 
 def _find_row(firsts, at, batch):
-    """The last row (or group of rows) of which `firsts` has at most `at`, by bisection; row 0 if there is none."""
-    low, high = jnp.int32(0), jnp.int32(batch)
-    for _ in range((batch - 1).bit_length()):
-        middle = lax.shift_right_logical(low + high, i32(1))
-        middle = jnp.minimum(middle, batch - 1)
-        before = firsts[middle] <= at
-        low, high = jnp.where(before, middle, low), jnp.where(before, high, middle)
+    """The last row of which `firsts` has at most `at`; row 0 if there is none.
+
+    Eight parts at a time: the loads of a step wait for memory once.
+    """
+    low, size = jnp.int32(0), batch
+    while size > 1:
+        step = pl.cdiv(size, 8)
+        probes = [low + n * step for n in range(1, pl.cdiv(size, step))]
+        before = [(p < batch) & (firsts[jnp.minimum(p, batch - 1)] <= at) for p in probes]
+        low, size = low + step * sum(x.astype(i32) for x in before), step
     return low
 
 
@@ -406,6 +409,37 @@ def _sum_of_squares(interpret, *tiles) -> Any:
         return zero.foreach(lambda *_: next(rest), create_array=True)
 
     return add_up(*tiles)  # pyright: ignore[reportCallIssue]
+
+
+def _lower(interpret, x) -> Any:
+    """The float16 [C, C] with zeros above the diagonal, by bits: a register holds two elements."""
+    if interpret is not None:
+        return jnp.tril(x)
+
+    @plgpu.inline_mgpu(arg_types=(WGMMA,), return_type=plgpu.ShapeDtypeStruct((C, C), jnp.dtype(f16), layout=WGMMA))
+    def select(_, x):
+        word, kinds = ir.IntegerType.get_signless(32), arith.CmpIPredicate
+        number = partial(arith.constant, word)
+        warp = arith.andi(mgpu.warp_idx(), number(3))
+        lane = _inline_asm([word], [], "mov.u32 $0, %laneid;", "=r")[0]
+        row, column = arith.shrui(lane, number(2)), arith.shli(arith.andi(lane, number(3)), number(1))
+
+        def where(predicate, a, b, value):
+            return arith.select(arith.cmpi(predicate, a, b), number(value), number(0))
+
+        quarter = where(kinds.uge, row, column, 0xFFFF)
+        quarter = arith.ori(quarter, where(kinds.ugt, row, column, -0x10000))
+        registers = []
+        for n, register in enumerate(x.registers.flat):
+            block, part = n // 4, n % 4
+            keep = where(kinds.ugt, warp, number(block), -1)
+            if part != 2:
+                inside = where(kinds.eq, warp, number(block), -1)
+                keep = arith.ori(keep, inside if part == 1 else arith.andi(inside, quarter))
+            registers.append(_bits(arith.andi(_bits(register, word), keep), register.type))
+        return _like(x, registers)
+
+    return select(x)  # pyright: ignore[reportCallIssue]
 
 
 def _put_lower(interpret, ref, alias, value):
@@ -557,6 +591,13 @@ def _inverse(n):
 
 def _bits(register, kind):
     return llvm.bitcast(kind, register)
+
+
+def _like(array, registers):
+    """An array in the layout of `array` made of these registers."""
+    shaped = np.empty(array.registers.shape, dtype=object)
+    shaped.flat[:] = registers
+    return mgpu.FragmentedArray(_registers=shaped, _layout=array.layout, _is_signed=None)
 
 
 def _running_sum(interpret, ref) -> Any:
@@ -759,7 +800,7 @@ def _preparation(qkv, decay, batch, *, nk, nv, key_dim, max_slots, normalise, in
                 kk, qk = kk * columns_rk, qk * columns_rk * _rows(rq, C)
                 for i in range(halves):
                     key_s.at[i][...] = key[i]
-            scores = jnp.where(_iota((C, C), 0) >= _iota((C, C), 1), qk, 0.0).astype(f16)
+            scores = _lower(interpret, qk.astype(f16))
 
             def product(left, right, shape):
                 def run(acc):
