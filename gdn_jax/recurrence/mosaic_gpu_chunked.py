@@ -292,13 +292,14 @@ def _inline_asm(results, operands, text, constraints, *, effects=False):
 
 
 def _mma(left, right, added, kind="f16"):
-    """The float32 sum [16, 8] of `added` and the product of a 16 x 16 block and half of one, by one warp."""
-    text = (
-        f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 "
-        "{$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};"
-    )
-    single = ir.F32Type.get()
-    return _inline_asm([single] * 4, [*left, *right, *added], text, "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f")
+    """The float32 sum [16, 8] of `added` and a product by one warp, of 16 x 16 by 16 x 8 or 16 x 8 by 8 x 8."""
+    operands = [*left, *right, *added]
+    places = [f"${i}" for i in range(4 + len(operands))]
+    ends = (0, 4, 4 + len(left), 4 + len(left) + len(right), len(places))
+    groups = ", ".join("{" + ",".join(places[i:j]) + "}" for i, j in zip(ends, ends[1:], strict=False))
+    text = f"mma.sync.aligned.m16n8k{4 * len(left)}.row.col.f32.{kind}.{kind}.f32 {groups};"
+    constraints = ",".join(["=f"] * 4 + ["r"] * (len(left) + len(right)) + ["f"] * 4)
+    return _inline_asm([ir.F32Type.get()] * 4, operands, text, constraints)
 
 
 class _Blocks:
@@ -397,12 +398,14 @@ def _sum_of_squares(interpret, *tiles) -> Any:
         odd = arith.cmpi(arith.CmpIPredicate.ne, arith.andi(row, number(1)), number(0))
         owner = arith.addi(arith.shli(row, number(2)), arith.shrui(row, number(1)))
         sums = []
-        for half in range(2):  # rows and columns 0 to 7, then 8 to 15, of the warp's 16
-            x = [arith.constant(single, 0.0)] * 4
-            for i in range(0, len(registers), 4):
-                block = registers[i : i + 4]
-                x = _mma(block, block[half::2], x, kind)
-            mine = arith.select(odd, x[2 * half + 1], x[2 * half])
+        for half in range(2):  # rows 0 to 7, then 8 to 15, of the warp's 16
+            # Two neighbouring pieces of these rows above one another times either: on the diagonals of the two halves
+            # that are used stand sums of squares. Any other pair would have to be moved to neighbouring registers.
+            mine = registers[half::2]
+            x, y = [[arith.constant(single, 0.0)] * 4 for _ in range(2)]
+            for pair in zip(mine[::2], mine[1::2], strict=True):
+                x, y = _mma(pair, pair[:1], x, kind), _mma(pair, pair[1:], y, kind)
+            mine = arith.select(odd, arith.addf(x[1], y[3]), arith.addf(x[0], y[2]))
             sums += _inline_asm([single], [mine, owner], "shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;", "=f,f,r")
         zero = mgpu.FragmentedArray.splat(arith.constant(single, 0.0), (C,), layout=ROW.to_mgpu())
         rest = iter(sums)
