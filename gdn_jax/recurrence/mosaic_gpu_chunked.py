@@ -805,13 +805,6 @@ def _preparation(qkv, decay, batch, *, nk, nv, key_dim, max_slots, normalise, in
                     key_s.at[i][...] = key[i]
             scores = _lower(interpret, qk.astype(f16))
 
-            def product(left, right, shape):
-                def run(acc):
-                    acc.mma(left, right)
-                    return acc.read()
-
-                return _accumulate(interpret, [shape], run)
-
             def gate(kind, n):
                 column = part * heads + n - first_column(part)
                 return jnp.where(token < valid, _vector(raw_s.at[stage, kind, :, column], ROW), 1.0 - kind)
@@ -844,19 +837,24 @@ def _preparation(qkv, decay, batch, *, nk, nv, key_dim, max_slots, normalise, in
                 store(vector(Q_SCALE), rq * scale * jnp.exp2(gamma))
                 plgpu.commit_smem()
 
-                w = product(scores, x, (C, C))
-                ratio = _rows(gamma, C) - _cols(_vector(vector(LOG_GAMMA), COL), C)
-                # above the diagonal W is 0, and the ratio must not overflow there
-                w = w * jnp.exp2(jnp.minimum(ratio, 0.0))
-                w = (w * _cols(_vector(gates.at[1], COL), C)).astype(dtype)
-                for i in range(2):
-                    w_s.at[i][...] = w[:, i * HALF : (i + 1) * HALF]
-                gamma_end = vectors[(LOG_GAMMA + 1) * C - 1]
-                r_scale = _rows(beta * jnp.exp2(gamma_end - gamma), LINE)
-                r_s = tiles_s.at[stage, 1]  # the raw queries are in registers
-                for i in range(halves):
-                    rows = product(x.transpose((1, 0)), key_s.at[i], (C, LINE))
-                    r_s.at[i][...] = (rows * r_scale).astype(dtype)
+                r_s = tiles_s.at[stage, 1]  # the raw queries are not needed any more
+
+                def results(w_acc, *r_acc):
+                    w_acc.mma(scores, x)
+                    for i in range(halves):
+                        r_acc[i].mma(x.transpose((1, 0)), key_s.at[i])
+                    ratio = _rows(gamma, C) - _cols(_vector(vector(LOG_GAMMA), COL), C)
+                    # above the diagonal W is 0, and the ratio must not overflow there
+                    ratio = jnp.exp2(jnp.minimum(ratio, 0.0)) * _cols(_vector(gates.at[1], COL), C)
+                    gamma_end = vectors[(LOG_GAMMA + 1) * C - 1]
+                    r_scale = _rows(beta * jnp.exp2(gamma_end - gamma), LINE)
+                    w = (w_acc.read(halves) * ratio).astype(dtype)
+                    for i in range(2):
+                        w_s.at[i][...] = w[:, i * HALF : (i + 1) * HALF]
+                    for i in range(halves):
+                        r_s.at[i][...] = (r_acc[i].read(halves - 1 - i) * r_scale).astype(dtype)
+
+                _accumulate(interpret, [(C, C)] + [(C, LINE)] * halves, results)
                 plgpu.commit_smem()
                 plgpu.copy_smem_to_gmem(w_s.at[0], w_g.at[item, head, pl.ds(0, C)])
                 plgpu.copy_smem_to_gmem(w_s.at[1, pl.ds(HALF, HALF)], w_g.at[item, head, pl.ds(C, HALF)])
