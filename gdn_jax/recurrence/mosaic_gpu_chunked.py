@@ -503,8 +503,9 @@ def _invert(interpret, ref, alias):
             """The inverse of a block on the diagonal, its upper right quarter zero."""
 
             def twice(left, right, added=None):
-                """Products of two 8 x 8 blocks at once."""
-                return at.product([left[0], zero, zero, left[1]], right, added)
+                """Products of two pairs of 8 x 8 blocks: one above the other the left ones are a left operand."""
+                upper, lower = [at.product(left, [x], added) for x in right]
+                return upper[:2] + lower[2:]
 
             def plus_identity(x):
                 return [arith.ori(q, identity) for q in x]  # there are only zeros on the diagonal
@@ -520,8 +521,8 @@ def _invert(interpret, ref, alias):
             upper, lower = rounded(twice(rounded(x), n4_t, x))
             # 8 -> 16: the quarter below the diagonal becomes X22 N21 X11
             upper_t = turn(upper)
-            below = rounded(at.product([zero, zero, zero, lower], [zero, t[1]]))[1]
-            below = rounded(at.product([zero, below, zero, zero], [upper_t, zero]))[1]
+            below = rounded(at.product([lower, lower], [t[1]]))[1]
+            below = rounded(at.product([below, below], [upper_t]))[1]
             return [upper, below, zero, lower], ((upper_t, turn(below)), (zero, turn(lower)))
 
         (x0, x0_t), (x1, _) = diagonal(columns[0]), diagonal(at.below(columns[1], 1))
