@@ -287,7 +287,11 @@ def _find_row(firsts, at, batch):
 def _inline_asm(results, operands, text, constraints, *, effects=False):
     """The results of one PTX instruction, a list; `results` are their types."""
     kind = results[0] if len(results) == 1 else llvm.StructType.get_literal(results)
+    if not results:
+        kind = ir.Type.parse("!llvm.void")
     out = llvm.inline_asm(kind, operands, text, constraints, has_side_effects=effects)
+    if not results:
+        return []
     return [out] if len(results) == 1 else [llvm.extractvalue(x, out, [i]) for i, x in enumerate(results)]
 
 
@@ -315,14 +319,11 @@ class _Blocks:
         self.word, self.single = ir.IntegerType.get_signless(32), ir.F32Type.get()
         self.lane = _inline_asm([self.word], [], "mov.u32 $0, %laneid;", "=r")[0]
         self.warp = arith.andi(mgpu.warp_idx(), self.number(3))
-        base, offset, *_ = memref.extract_strided_metadata(memory)
-        base = arith.index_cast(self.word, memref.extract_aligned_pointer_as_index(base))
-        base = arith.addi(base, arith.muli(arith.index_cast(self.word, offset), self.number(2)))
         # The lane's share of an access to four quarters: 16 bytes of a row of 128, swizzled.
         row = arith.andi(self.lane, self.number(15))
         half = arith.shrui(self.lane, self.number(4))
         piece = arith.xori(half, arith.andi(self.lane, self.number(7)))
-        self.base = base
+        self.base = _shared_address(memory)
         self.share = arith.addi(arith.shli(row, self.number(7)), arith.shli(piece, self.number(4)))
 
     def number(self, n):
@@ -604,47 +605,95 @@ def _like(array, registers):
     return mgpu.FragmentedArray(_registers=shaped, _layout=array.layout, _is_signed=None)
 
 
-def _running_sum(interpret, ref) -> Any:
-    """The sums of the first elements of a vector [C] in shared memory, every element included in its own."""
+def _gate_vectors(interpret, decays, betas, norms, vectors, factors, scale):
+    """What the gates of two heads make of a chunk: the vectors for `_pass`, and what scales columns of W and rows of R.
+
+    Args:
+        decays, betas: of either head, [C] in shared memory.
+        norms: reciprocal norms of keys and queries, [2, C].
+        vectors: to be filled for either head, [2, NUM_VECTORS * C].
+        factors: likewise, [2, 2, C]: beta times `scale`, and beta times the decay from a token to the chunk's end.
+        scale: of the queries.
+    """
     if interpret is not None:
-        return jnp.cumsum(ref[...])
+        for n in range(2):
+            gamma = jnp.cumsum(jnp.maximum(jnp.log2(decays[n][...]), LOG2_MIN))
+            beta = betas[n][...]
+            vectors[n] = jnp.concatenate([norms[0] * jnp.exp2(gamma), norms[1] * (scale * jnp.exp2(gamma)), gamma])
+            factors[n] = jnp.stack([beta * scale, beta * jnp.exp2(gamma[-1] - gamma)])
+        return
 
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(),), return_type=plgpu.ShapeDtypeStruct((C,), jnp.dtype(f32), layout=ROW)
-    )
-    def add_up(_, source):
-        single, word = ir.F32Type.get(), ir.IntegerType.get_signless(32)
-
-        def from_lane(x, lane):
-            shuffle = "shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;"
-            return llvm.inline_asm(single, [x, lane], shuffle, "=f,f,r")
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * 7)
+    def fill(_, *memory):
+        """A warp has one half of the tokens of one head, a lane one of them."""
+        word, single = ir.IntegerType.get_signless(32), ir.F32Type.get()
+        (stride,), _ = ir.MemRefType(memory[0].type).get_strides_and_offset()
 
         def number(n):
             return arith.constant(word, n)
 
-        # Every warp adds up all of it: a lane has element `lane` of the first half and of the second.
-        lane, halves = llvm.inline_asm(word, [], "mov.u32 $0, %laneid;", "=r"), []
+        def constant(x):
+            return arith.constant(single, x)
+
+        def load(base, index):
+            address = arith.addi(base, arith.shli(index, number(2)))
+            return _inline_asm([single], [address], "ld.shared.f32 $0, [$1];", "=f,r,~{memory}", effects=True)[0]
+
+        def store(base, index, x):
+            address = arith.addi(base, arith.shli(index, number(2)))
+            _inline_asm([], [address, x], "st.shared.f32 [$0], $1;", "r,f,~{memory}", effects=True)
+
+        def unary(instruction, x):
+            return _inline_asm([single], [x], f"{instruction}.approx.ftz.f32 $0, $1;", "=f,f")[0]
+
+        def from_lane(x, lane):
+            return _inline_asm([single], [x], f"shfl.sync.idx.b32 $0, $1, {lane}, 31, 0xffffffff;", "=f,f")[0]
+
+        lane = _inline_asm([word], [], "mov.u32 $0, %laneid;", "=r")[0]
+        warp = arith.andi(mgpu.warp_idx(), number(3))
+        head, half = arith.shrui(warp, number(1)), arith.andi(warp, number(1))
+        is_last, in_second = [arith.cmpi(arith.CmpIPredicate.ne, x, number(0)) for x in (head, half)]
+        *gates, norms, vectors, factors = map(_shared_address, memory)
+        decays, betas = [arith.select(is_last, gates[i + 1], gates[i]) for i in (0, 2)]
+        vectors = arith.addi(vectors, arith.muli(head, number(4 * NUM_VECTORS * C)))
+        factors = arith.addi(factors, arith.muli(head, number(4 * 2 * C)))
+        token = arith.addi(lane, arith.shli(half, number(5)))
+
+        sums = []
         for first in (0, 32):
-            x = memref.load(source, [arith.index_castui(ir.IndexType.get(), arith.addi(lane, number(first)))])
+            at = arith.muli(arith.addi(lane, number(first)), number(stride))
+            x = arith.maximumf(unary("lg2", load(decays, at)), constant(LOG2_MIN))
             for distance in (1, 2, 4, 8, 16):
                 add_lower = (
                     "{.reg .pred has; .reg .f32 lower;"
                     f"shfl.sync.up.b32 lower|has, $1, {distance}, 0, 0xffffffff;"
                     "mov.f32 $0, $1; @has add.f32 $0, $1, lower;}"
                 )
-                x = llvm.inline_asm(single, [x], add_lower, "=&f,f")
-            halves.append(x)
-        halves[1] = arith.addf(halves[1], from_lane(halves[0], number(31)))
+                x = _inline_asm([single], [x], add_lower, "=&f,f")[0]
+            sums.append(x)
+        sums[1] = arith.addf(sums[1], from_lane(sums[0], 31))
+        end = from_lane(sums[1], 31)
+        gamma = arith.select(in_second, sums[1], sums[0])
+        beta = load(betas, arith.muli(token, number(stride)))
+        decay = unary("ex2", gamma)
+        rk, rq = [load(norms, arith.addi(token, number(n * C))) for n in range(2)]
+        of_query = arith.mulf(rq, arith.mulf(constant(scale), decay))
+        for n, x in ((K_SCALE, arith.mulf(rk, decay)), (Q_SCALE, of_query), (LOG_GAMMA, gamma)):
+            store(vectors, arith.addi(token, number(n * C)), x)
+        to_end = arith.mulf(beta, unary("ex2", arith.subf(end, gamma)))
+        for n, x in enumerate((arith.mulf(beta, constant(scale)), to_end)):
+            store(factors, arith.addi(token, number(n * C)), x)
 
-        def element(_, idx):
-            row = arith.index_castui(word, idx[0])
-            in_second = arith.cmpi(arith.CmpIPredicate.uge, row, number(32))  # the same in all of a warp
-            return from_lane(arith.select(in_second, halves[1], halves[0]), arith.andi(row, number(31)))
+    fill(*decays, *betas, norms, vectors, factors)  # pyright: ignore[reportCallIssue]
 
-        zero = mgpu.FragmentedArray.splat(arith.constant(single, 0.0), (C,), layout=ROW.to_mgpu())
-        return zero.foreach(element, create_array=True)
 
-    return add_up(ref)  # pyright: ignore[reportCallIssue]
+def _shared_address(memory):
+    """Where a reference to shared memory begins."""
+    word = ir.IntegerType.get_signless(32)
+    base, offset, *_ = memref.extract_strided_metadata(memory)
+    itemsize = mgpu.bytewidth(ir.MemRefType(memory.type).element_type)
+    offset = arith.muli(arith.index_cast(word, offset), arith.constant(word, itemsize))
+    return arith.addi(arith.index_cast(word, memref.extract_aligned_pointer_as_index(base)), offset)
 
 
 def _warpgroup_barrier(interpret):
@@ -710,7 +759,7 @@ def _preparation(qkv, decay, batch, *, nk, nv, key_dim, max_slots, normalise, in
         qkv_g, decay_g, beta_g, slot_g, w_g, r_g, vec_g = operands
         *refs, k_bar, q_bar, x_s, blocks_s = buffers
         refs = [ref.at[unit] for ref in (*refs, x_s, blocks_s)]
-        rows_s, tiles_s, keys_s, raw_s, w_s, vectors, gates, norms, x_s, blocks_s = refs
+        rows_s, tiles_s, keys_s, raw_s, w_s, vectors, factors, norms, x_s, blocks_s = refs
 
         def look(n):
             """Item, part, first token, tokens, and whether there is anything to do."""
@@ -778,6 +827,10 @@ def _preparation(qkv, decay, batch, *, nk, nv, key_dim, max_slots, normalise, in
                     for i in range(halves):
                         x = plgpu.load(raw_tiles.at[n, i], layout=WGMMA)
                         raw_tiles.at[n, i][...] = jnp.where(inside, x, jnp.zeros_like(x))
+                for kind in range(2):
+                    for i in range(width):
+                        gate = raw_s.at[stage, kind, :, i]
+                        store(gate, jnp.where(token < valid, _vector(gate, ROW), 1.0 - kind))
                 plgpu.commit_smem()
 
             def products(kk_acc, qk_acc):
@@ -791,13 +844,17 @@ def _preparation(qkv, decay, batch, *, nk, nv, key_dim, max_slots, normalise, in
                 key, query = [[plgpu.load(raw_tiles.at[n, i], layout=WGMMA) for i in range(halves)] for n in range(2)]
                 rk, rq = [lax.rsqrt(_sum_of_squares(interpret, *x) + EPS) for x in (key, query)]
                 store(norms.at[0], rk)
+                store(norms.at[1], rq)
                 key = [(x.astype(f32) * _rows(rk, LINE)).astype(f16) for x in key]
                 return kk_acc.read(), qk_acc.read(), rk, rq, *key
 
             kk, qk, *normalised = _accumulate(interpret, [(C, C), (C, C)], products)
+            rk = rq = _zeros((C,), f32, ROW) + 1.0
+            if not normalise:
+                for n in range(2):
+                    store(norms.at[n], rk)
             turn_over()  # and all warps are through with the products
             key_s = (keys_s if normalise else tiles_s).at[stage, 0]
-            rk = rq = _zeros((C,), f32, ROW) + 1.0
             if normalise:
                 rk, rq, *key = normalised
                 columns_rk = _cols(_vector(norms.at[0], COL), C)
@@ -806,49 +863,36 @@ def _preparation(qkv, decay, batch, *, nk, nv, key_dim, max_slots, normalise, in
                     key_s.at[i][...] = key[i]
             scores = _lower(interpret, qk.astype(f16))
 
-            def gate(kind, n):
-                column = part * heads + n - first_column(part)
-                return jnp.where(token < valid, _vector(raw_s.at[stage, kind, :, column], ROW), 1.0 - kind)
-
             def two_heads(pair, _):
+                at = [part * heads + jnp.minimum(2 * pair + n, heads - 1) - first_column(part) for n in range(2)]
+                decays, betas = [[raw_s.at[stage, kind, :, n] for n in at] for kind in range(2)]
+                pl.when(pair > 0)(lambda: plgpu.wait_smem_to_gmem(0, wait_read_only=True))
                 for n in range(min(2, heads)):
                     # Rounded once, for all uses: on repeated keys the entries of the inverse are differences of
                     # equal numbers, and an error that all of them share would add up in W and R.
-                    beta = gate(1, jnp.minimum(2 * pair + n, heads - 1)) * rk
+                    beta = _vector(betas[n], ROW) * rk
                     _put_lower(interpret, x_s.at[n], blocks_s.at[n], (kk * _rows(-beta, C)).astype(f16))
                 _warpgroup_barrier(interpret)
+                _gate_vectors(interpret, decays, betas, norms, vectors, factors, scale)
                 _invert(interpret, x_s, blocks_s)
+                plgpu.commit_smem()
                 lax.fori_loop(2 * pair, jnp.minimum(2 * pair + 2, heads), one_head, None)
 
             def one_head(n, _):
-                head = part * heads + n
-                x = x_s.at[n & 1]
-
-                def vector(k):
-                    return vectors.at[pl.ds(k * C, C)]
-
-                decay, beta = gate(0, n), gate(1, n)
-                store(gates.at[0], jnp.maximum(jnp.log2(decay), LOG2_MIN))
-                store(gates.at[1], beta * scale)
-                # The results of the head before have left their buffers, and all warps have stored their gates.
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                gamma = _running_sum(interpret, gates.at[0])
-                store(vector(LOG_GAMMA), gamma)
-                store(vector(K_SCALE), rk * jnp.exp2(gamma))
-                store(vector(Q_SCALE), rq * scale * jnp.exp2(gamma))
-                plgpu.commit_smem()
-
+                head, slot = part * heads + n, n & 1
+                x, log_gamma = x_s.at[slot], vectors.at[slot, pl.ds(LOG_GAMMA * C, C)]
                 r_s = tiles_s.at[stage, 1]  # the raw queries are not needed any more
 
                 def results(w_acc, *r_acc):
                     w_acc.mma(scores, x)
                     for i in range(halves):
                         r_acc[i].mma(x.transpose((1, 0)), key_s.at[i])
-                    ratio = _rows(gamma, C) - _cols(_vector(vector(LOG_GAMMA), COL), C)
+                    ratio = _rows(_vector(log_gamma, ROW), C) - _cols(_vector(log_gamma, COL), C)
                     # above the diagonal W is 0, and the ratio must not overflow there
-                    ratio = jnp.exp2(jnp.minimum(ratio, 0.0)) * _cols(_vector(gates.at[1], COL), C)
-                    gamma_end = vectors[(LOG_GAMMA + 1) * C - 1]
-                    r_scale = _rows(beta * jnp.exp2(gamma_end - gamma), LINE)
+                    ratio = jnp.exp2(jnp.minimum(ratio, 0.0)) * _cols(_vector(factors.at[slot, 0], COL), C)
+                    r_scale = _rows(_vector(factors.at[slot, 1], ROW), LINE)
+                    # The results of the head before have left their buffers.
+                    pl.when(n > 0)(lambda: plgpu.wait_smem_to_gmem(0, wait_read_only=True))
                     w = (w_acc.read(halves) * ratio).astype(dtype)
                     for i in range(2):
                         w_s.at[i][...] = w[:, i * HALF : (i + 1) * HALF]
@@ -860,7 +904,7 @@ def _preparation(qkv, decay, batch, *, nk, nv, key_dim, max_slots, normalise, in
                 plgpu.copy_smem_to_gmem(w_s.at[0], w_g.at[item, head, pl.ds(0, C)])
                 plgpu.copy_smem_to_gmem(w_s.at[1, pl.ds(HALF, HALF)], w_g.at[item, head, pl.ds(C, HALF)])
                 plgpu.copy_smem_to_gmem(r_s, r_g.at[item, head])
-                plgpu.copy_smem_to_gmem(vectors, vec_g.at[item, head])
+                plgpu.copy_smem_to_gmem(vectors.at[slot], vec_g.at[item, head])
 
             lax.fori_loop(0, pl.cdiv(heads, 2), two_heads, None)
 
@@ -879,9 +923,9 @@ def _preparation(qkv, decay, batch, *, nk, nv, key_dim, max_slots, normalise, in
         _copy_target(interpret, tokens, dtype, _swizzled(tokens, f16)),  # keys are normalised in place
         plgpu.SMEM((units, 2, 2, C, width), f32),
         _swizzled((units, 2, C, HALF), dtype),
-        plgpu.SMEM((units, NUM_VECTORS * C), f32),
+        plgpu.SMEM((units, 2, NUM_VECTORS * C), f32),
+        plgpu.SMEM((units, 2, 2, C), f32),
         plgpu.SMEM((units, 2, C), f32),
-        plgpu.SMEM((units, 1, C), f32),
     ]
     if interpret is not None:  # where aliases are buffers of their own
         buffers.insert(1, _swizzled(tokens, f16))
