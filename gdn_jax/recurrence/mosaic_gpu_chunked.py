@@ -416,11 +416,11 @@ def _sum_of_squares(interpret, *tiles) -> Any:
 
 
 def _lower(interpret, x) -> Any:
-    """The float16 [C, C] with zeros above the diagonal, by bits: a register holds two elements."""
+    """The 16-bit [C, C] with zeros above the diagonal, whatever was there, by bits: a register holds two elements."""
     if interpret is not None:
         return jnp.tril(x)
 
-    @plgpu.inline_mgpu(arg_types=(WGMMA,), return_type=plgpu.ShapeDtypeStruct((C, C), jnp.dtype(f16), layout=WGMMA))
+    @plgpu.inline_mgpu(arg_types=(WGMMA,), return_type=plgpu.ShapeDtypeStruct((C, C), x.dtype, layout=WGMMA))
     def select(_, x):
         word, kinds = ir.IntegerType.get_signless(32), arith.CmpIPredicate
         number = partial(arith.constant, word)
@@ -802,16 +802,18 @@ def _preparation(qkv, decay, batch, *, nk, nv, key_dim, max_slots, normalise, in
             before, place = carry
             after = look(n + 1)
 
-            def turn_over():
-                finish(before)
-                bring(after, (n + 1) & 1)
-
+            finish_before, bring_after = partial(finish, before), partial(bring, after, (n + 1) & 1)
             active = place[-1]
-            pl.when(active)(lambda: compute(place, n & 1, turn_over))
-            pl.when(jnp.logical_not(active))(turn_over)
+            pl.when(active)(lambda: compute(place, n & 1, finish_before, bring_after))
+
+            @pl.when(jnp.logical_not(active))
+            def _():
+                finish_before()
+                bring_after()
+
             return place, after
 
-        def compute(place, stage, turn_over):
+        def compute(place, stage, finish_before, bring_after):
             item, part, _, valid, _ = place
             k_arrived, q_arrived = bars(stage)
             token = _iota((C,), 0, ROW)
@@ -853,7 +855,7 @@ def _preparation(qkv, decay, batch, *, nk, nv, key_dim, max_slots, normalise, in
             if not normalise:
                 for n in range(2):
                     store(norms.at[n], rk)
-            turn_over()  # and all warps are through with the products
+            finish_before()  # and all warps are through with the products
             key_s = (keys_s if normalise else tiles_s).at[stage, 0]
             if normalise:
                 rk, rq, *key = normalised
@@ -875,6 +877,12 @@ def _preparation(qkv, decay, batch, *, nk, nv, key_dim, max_slots, normalise, in
                 _warpgroup_barrier(interpret)
                 _gate_vectors(interpret, decays, betas, norms, vectors, factors, scale)
                 _invert(interpret, x_s, blocks_s)
+
+                @plgpu.warp_map
+                def _(warp):
+                    # This warp had less to do than others.
+                    pl.when((warp == 0) & (pair == 0))(bring_after)
+
                 plgpu.commit_smem()
                 lax.fori_loop(2 * pair, jnp.minimum(2 * pair + 2, heads), one_head, None)
 
@@ -888,12 +896,12 @@ def _preparation(qkv, decay, batch, *, nk, nv, key_dim, max_slots, normalise, in
                     for i in range(halves):
                         r_acc[i].mma(x.transpose((1, 0)), key_s.at[i])
                     ratio = _rows(_vector(log_gamma, ROW), C) - _cols(_vector(log_gamma, COL), C)
-                    # above the diagonal W is 0, and the ratio must not overflow there
-                    ratio = jnp.exp2(jnp.minimum(ratio, 0.0)) * _cols(_vector(factors.at[slot, 0], COL), C)
+                    ratio = jnp.exp2(ratio) * _cols(_vector(factors.at[slot, 0], COL), C)
                     r_scale = _rows(_vector(factors.at[slot, 1], ROW), LINE)
                     # The results of the head before have left their buffers.
                     pl.when(n > 0)(lambda: plgpu.wait_smem_to_gmem(0, wait_read_only=True))
-                    w = (w_acc.read(halves) * ratio).astype(dtype)
+                    # Above the diagonal the ratio may overflow.
+                    w = _lower(interpret, (w_acc.read(halves) * ratio).astype(dtype))
                     for i in range(2):
                         w_s.at[i][...] = w[:, i * HALF : (i + 1) * HALF]
                     for i in range(halves):
