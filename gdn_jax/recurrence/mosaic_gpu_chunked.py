@@ -759,15 +759,19 @@ def _preparation(qkv, decay, batch, *, nk, nv, key_dim, max_slots, normalise, in
         qkv_g, decay_g, beta_g, slot_g, w_g, r_g, vec_g = operands
         *refs, k_bar, q_bar, x_s, blocks_s = buffers
         refs = [ref.at[unit] for ref in (*refs, x_s, blocks_s)]
-        rows_s, tiles_s, keys_s, raw_s, w_s, vectors, factors, norms, x_s, blocks_s = refs
+        rows_s, tiles_s, keys_s, raw_s, w_s, vectors, factors, norms, found, x_s, blocks_s = refs
 
         def look(n):
-            """Item, part, first token, tokens, and whether there is anything to do."""
+            """Item, part, first token, and tokens: at most 0 if there is nothing to do."""
             item, part, b, start, length, chunk = place_of(n)
             first = chunk * C
-            valid = jnp.minimum(length - first, C)
-            active = (n < count) & (item < items) & (first >= 0) & (valid > 0) & is_row_of(slot_g[b], max_slots)
-            return item, part, start + first, valid, active
+            active = (n < count) & (item < items) & (first >= 0) & is_row_of(slot_g[b], max_slots)
+            return item, part, start + first, jnp.where(active, jnp.minimum(length - first, C), 0)
+
+        def find(n):
+            """Leaves what `look` says in shared memory."""
+            for i, x in enumerate(look(n)):
+                found[i] = x
 
         def bars(stage):
             return [bar.at[2 * unit + stage] for bar in (k_bar, q_bar)]
@@ -776,11 +780,11 @@ def _preparation(qkv, decay, batch, *, nk, nv, key_dim, max_slots, normalise, in
             return jnp.minimum(lax.div(part * heads, i32(4)) * 4, columns - width)
 
         def bring(place, stage):
-            _, part, t0, _, active = place
+            _, part, t0, valid = place
             key_head = lax.div(part * heads, i32(group))
             tokens = pl.ds(t0, C)
 
-            @pl.when(active)
+            @pl.when(valid > 0)
             def _():
                 k_arrived, q_arrived = bars(stage)
                 for kind, source in enumerate((decay_g, beta_g)):
@@ -793,28 +797,29 @@ def _preparation(qkv, decay, batch, *, nk, nv, key_dim, max_slots, normalise, in
 
         def finish(place):
             """Waits until the results of a place have left their buffers, or are where others may read them."""
-            item, part, *_, active = place
+            item, part, _, valid = place
             plgpu.wait_smem_to_gmem(0, wait_read_only=written is None)
             if written is not None:
-                pl.when(active)(partial(written, item, part))
+                pl.when(valid > 0)(partial(written, item, part))
 
         def step(n, carry):
             before, place = carry
-            after = look(n + 1)
-
+            after = tuple(found[i] for i in range(4))
             finish_before, bring_after = partial(finish, before), partial(bring, after, (n + 1) & 1)
-            active = place[-1]
-            pl.when(active)(lambda: compute(place, n & 1, finish_before, bring_after))
+            active = place[-1] > 0
+            pl.when(active)(lambda: compute(place, n & 1, finish_before, bring_after, partial(find, n + 2)))
 
             @pl.when(jnp.logical_not(active))
             def _():
                 finish_before()
+                find(n + 2)
                 bring_after()
+                _warpgroup_barrier(interpret)
 
             return place, after
 
-        def compute(place, stage, finish_before, bring_after):
-            item, part, _, valid, _ = place
+        def compute(place, stage, finish_before, bring_after, find_next):
+            item, part, _, valid = place
             k_arrived, q_arrived = bars(stage)
             token = _iota((C,), 0, ROW)
             raw_tiles = tiles_s.at[stage]
@@ -880,8 +885,9 @@ def _preparation(qkv, decay, batch, *, nk, nv, key_dim, max_slots, normalise, in
 
                 @plgpu.warp_map
                 def _(warp):
-                    # This warp had less to do than others.
+                    # These warps had less to do than the others.
                     pl.when((warp == 0) & (pair == 0))(bring_after)
+                    pl.when((warp == 2) & (pair == 0))(find_next)
 
                 plgpu.commit_smem()
                 lax.fori_loop(2 * pair, jnp.minimum(2 * pair + 2, heads), one_head, None)
@@ -920,7 +926,9 @@ def _preparation(qkv, decay, batch, *, nk, nv, key_dim, max_slots, normalise, in
             x_s.at[n][...] = _zeros((C, C), f16)  # what lies above the diagonal blocks stays
         place = look(0)
         bring(place, 0)
-        nothing = *place[:-1], jnp.bool_(False)
+        find(1)
+        _warpgroup_barrier(interpret)
+        nothing = *place[:-1], jnp.int32(0)
         last, _ = lax.fori_loop(0, count, step, (nothing, place))
         finish(last)
 
@@ -934,6 +942,7 @@ def _preparation(qkv, decay, batch, *, nk, nv, key_dim, max_slots, normalise, in
         plgpu.SMEM((units, 2, NUM_VECTORS * C), f32),
         plgpu.SMEM((units, 2, 2, C), f32),
         plgpu.SMEM((units, 2, C), f32),
+        plgpu.SMEM((units, 4), i32),
     ]
     if interpret is not None:  # where aliases are buffers of their own
         buffers.insert(1, _swizzled(tokens, f16))
