@@ -37,7 +37,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, memref, nvvm
-from jaxlib.mlir.dialects import vector as vector_ops
 
 from gdn_jax._mosaic import EPS, compiler_params, is_row_of, store
 from gdn_jax._ragged import is_live, read_rows, row_bounds, token_rows
@@ -285,57 +284,88 @@ def _find_row(firsts, at, batch):
 
 
 def _inline_asm(results, operands, text, constraints, *, effects=False):
-    """The results of one PTX instruction, a list; `results` are their types."""
-    kind = results[0] if len(results) == 1 else llvm.StructType.get_literal(results)
+    """The results of PTX, a list; `results` are their types."""
     if not results:
         kind = ir.Type.parse("!llvm.void")
+    else:
+        kind = results[0] if len(results) == 1 else llvm.StructType.get_literal(results)
     out = llvm.inline_asm(kind, operands, text, constraints, has_side_effects=effects)
-    if not results:
-        return []
-    return [out] if len(results) == 1 else [llvm.extractvalue(x, out, [i]) for i, x in enumerate(results)]
+    if len(results) < 2:
+        return [out][: len(results)]
+    return [llvm.extractvalue(x, out, [i]) for i, x in enumerate(results)]
 
 
-def _mma(left, right, added, kind="f16"):
-    """The float32 sum [16, 8] of `added` and a product by one warp, of 16 x 16 by 16 x 8 or 16 x 8 by 8 x 8."""
-    operands = [*left, *right, *added]
-    places = [f"${i}" for i in range(4 + len(operands))]
-    ends = (0, 4, 4 + len(left), 4 + len(left) + len(right), len(places))
-    groups = ", ".join("{" + ",".join(places[i:j]) + "}" for i, j in zip(ends, ends[1:], strict=False))
-    text = f"mma.sync.aligned.m16n8k{4 * len(left)}.row.col.f32.{kind}.{kind}.f32 {groups};"
-    constraints = ",".join(["=f"] * 4 + ["r"] * (len(left) + len(right)) + ["f"] * 4)
-    return _inline_asm([ir.F32Type.get()] * 4, operands, text, constraints)
+def _bits(register, kind):
+    return llvm.bitcast(kind, register)
 
 
-class _Blocks:
-    """Blocks of 16 x 16 elements of float16 [.., C, C] in swizzled shared memory, seen by one warp.
+def _like(array, registers):
+    """An array in the layout of `array` made of these registers."""
+    shaped = np.empty(array.registers.shape, dtype=object)
+    shaped.flat[:] = registers
+    return mgpu.FragmentedArray(_registers=shaped, _layout=array.layout, _is_signed=None)
 
-    A block is four registers of two elements, its 8 x 8 quarters (upper left, lower left, upper right, lower right): the
-    left operand of `mma.sync`. The right operand takes, for each half of its columns, the two transposed quarters above
-    one another: what `transposed` returns in pairs.
+
+def _row_vector(registers):
+    """The float32 [C] in the layout ROW of which a lane has these two elements."""
+    zero = arith.constant(ir.F32Type.get(), 0.0)
+    vector, elements = mgpu.FragmentedArray.splat(zero, (C,), layout=ROW.to_mgpu()), iter(registers)
+    return vector.foreach(lambda *_: next(elements), create_array=True)
+
+
+def _shared_address(memory):
+    """Where a reference to shared memory begins."""
+    word = ir.IntegerType.get_signless(32)
+    base, offset, *_ = memref.extract_strided_metadata(memory)
+    itemsize = mgpu.bytewidth(ir.MemRefType(memory.type).element_type)
+    offset = arith.muli(arith.index_cast(word, offset), arith.constant(word, itemsize))
+    return arith.addi(arith.index_cast(word, memref.extract_aligned_pointer_as_index(base)), offset)
+
+
+class _Warp:
+    """Instructions of one warp that Pallas does not have.
+
+    A block of 16 x 16 elements of 16 bits is four registers of two elements, its 8 x 8 quarters (upper left, lower
+    left, upper right, lower right): the left operand of `mma.sync`, and what an array in the layout WGMMA has of a
+    block. The right operand takes, for each half of its columns, the two transposed quarters above one another: what
+    `transposed` returns in pairs.
     """
 
-    def __init__(self, memory):
-        """`memory`: an untiled alias of the buffer, flat."""
+    def __init__(self):
         self.word, self.single = ir.IntegerType.get_signless(32), ir.F32Type.get()
         self.lane = _inline_asm([self.word], [], "mov.u32 $0, %laneid;", "=r")[0]
-        self.warp = arith.andi(mgpu.warp_idx(), self.number(3))
-        # The lane's share of an access to four quarters: 16 bytes of a row of 128, swizzled.
-        row = arith.andi(self.lane, self.number(15))
-        half = arith.shrui(self.lane, self.number(4))
-        piece = arith.xori(half, arith.andi(self.lane, self.number(7)))
-        self.base = _shared_address(memory)
-        self.share = arith.addi(arith.shli(row, self.number(7)), arith.shli(piece, self.number(4)))
+        self.index = arith.andi(mgpu.warp_idx(), self.number(3))
+        # Of the two elements of a quarter that the lane has: their row, and the column of the first.
+        self.row = arith.shrui(self.lane, self.number(2))
+        self.column = arith.shli(arith.andi(self.lane, self.number(3)), self.number(1))
+        # The lane's share of an access to a block in a tile of rows of 128 bytes: 16 bytes, swizzled.
+        line = arith.andi(self.lane, self.number(15))
+        piece = arith.xori(arith.shrui(self.lane, self.number(4)), arith.andi(self.lane, self.number(7)))
+        self.share = arith.addi(arith.shli(line, self.number(7)), arith.shli(piece, self.number(4)))
 
     def number(self, n):
         return arith.constant(self.word, n)
 
-    def address(self, base, column):
-        """Of the block in that column of blocks at the top of the matrix at `base`."""
-        column = self.number(column) if isinstance(column, int) else column
-        return arith.addi(base, arith.xori(self.share, arith.shli(column, self.number(5))))
+    def real(self, x):
+        return arith.constant(self.single, x)
 
-    def below(self, address, rows):
-        return arith.addi(address, self.number(rows * SUB * 2 * C))
+    def compare(self, predicate, x, y):
+        y = self.number(y) if isinstance(y, int) else y
+        return arith.cmpi(getattr(arith.CmpIPredicate, predicate), x, y)
+
+    def elements(self, predicate, value):
+        """A quarter with `value` where its rows compare so with its columns, else zeros."""
+        low, high = [
+            arith.select(self.compare(predicate, self.row, column), self.number(bits), self.number(0))
+            for column, bits in ((self.column, value), (arith.addi(self.column, self.number(1)), value << 16))
+        ]
+        return arith.ori(low, high)
+
+    def address(self, base, row, column):
+        """Where the lane accesses a block, by the numbers of its row and column of blocks, in the tile at `base`."""
+        column = self.number(column) if isinstance(column, int) else column
+        base = arith.addi(base, arith.xori(self.share, arith.shli(column, self.number(5))))
+        return arith.addi(base, self.number(row * SUB * 2 * LINE))
 
     def load(self, address, kind=""):
         text = f"ldmatrix.sync.aligned.m8n8.x4{kind}.shared.b16 {{$0,$1,$2,$3}}, [$4];"
@@ -345,25 +375,53 @@ class _Blocks:
         quarters = self.load(address, ".trans")
         return quarters[:2], quarters[2:]
 
-    def store(self, address, block, unless=None):
-        guard = "" if unless is None else "@!$5 "
-        text = f"stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0], {{$1,$2,$3,$4}};"
-        operands, constraints = [address, *block], "r,r,r,r,r"
-        if unless is not None:
-            text = "{.reg .pred no; setp.ne.s32 no, $5, 0; @!no " + text + "}"
-            operands.append(arith.extui(self.word, unless))
-            constraints += ",r"
-        del guard
-        llvm.inline_asm(
-            ir.Type.parse("!llvm.void"), operands, text, constraints + ",~{memory}", has_side_effects=True
-        )
+    def store(self, address, block, where=None):
+        """`where`: the same in all lanes."""
+        instruction = "stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0], {$1,$2,$3,$4};"
+        operands, constraints = [address, *block], "r,r,r,r,r,~{memory}"
+        if where is not None:
+            instruction = "{.reg .pred here; setp.ne.u32 here, $5, 0; @here " + instruction + "}"
+            operands, constraints = [*operands, arith.extui(self.word, where)], "r," + constraints
+        _inline_asm([], operands, instruction, constraints, effects=True)
+
+    def load_float(self, base, index):
+        address = arith.addi(base, arith.shli(index, self.number(2)))
+        return _inline_asm([self.single], [address], "ld.shared.f32 $0, [$1];", "=f,r,~{memory}", effects=True)[0]
+
+    def store_float(self, base, index, x):
+        address = arith.addi(base, arith.shli(index, self.number(2)))
+        _inline_asm([], [address, x], "st.shared.f32 [$0], $1;", "r,f,~{memory}", effects=True)
 
     def turn(self, quarter):
         return _inline_asm([self.word], [quarter], "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r")[0]
 
-    def product(self, left, right, added=None):
-        """float32 [16, 8] of a block and a half of a right operand, four elements."""
-        return _mma(left, right, [arith.constant(self.single, 0.0)] * 4 if added is None else added)
+    def from_lane(self, x, lane):
+        lane = self.number(lane) if isinstance(lane, int) else lane
+        text = "shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;"
+        return _inline_asm([self.single], [x, lane], text, "=f,f,r")[0]
+
+    def running_sum(self, x):
+        """Over the lanes, every lane included in its own."""
+        for distance in (1, 2, 4, 8, 16):
+            add_lower = (
+                "{.reg .pred has; .reg .f32 lower;"
+                f"shfl.sync.up.b32 lower|has, $1, {distance}, 0, 0xffffffff;"
+                "mov.f32 $0, $1; @has add.f32 $0, $1, lower;}"
+            )
+            x = _inline_asm([self.single], [x], add_lower, "=&f,f")[0]
+        return x
+
+    def approximate(self, function, x):
+        return _inline_asm([self.single], [x], f"{function}.approx.ftz.f32 $0, $1;", "=f,f")[0]
+
+    def product(self, left, right, added=None, kind="f16"):
+        """float32 [16, 8], four elements: left @ right + added. Of half the operands, [16, 8] @ [8, 8]."""
+        operands = [*left, *right, *([self.real(0.0)] * 4 if added is None else added)]
+        numbers = iter(range(4 + len(operands)))
+        groups = ["{" + ",".join(f"${next(numbers)}" for _ in range(n)) + "}" for n in (4, len(left), len(right), 4)]
+        text = f"mma.sync.aligned.m16n8k{4 * len(left)}.row.col.f32.{kind}.{kind}.f32 {', '.join(groups)};"
+        constraints = ["=f"] * 4 + ["r"] * (len(left) + len(right)) + ["f"] * 4
+        return _inline_asm([self.single] * 4, operands, text, ",".join(constraints))
 
     def rounded(self, x):
         """The two quarters of a `product`, in float16."""
@@ -386,61 +444,55 @@ def _sum_of_squares(interpret, *tiles) -> Any:
     if interpret is not None:
         return sum(jnp.sum(jnp.square(x.astype(f32)), axis=1) for x in tiles)
 
+    kind = "bf16" if tiles[0].dtype == jnp.bfloat16 else "f16"
+
     @plgpu.inline_mgpu(
         arg_types=(WGMMA,) * len(tiles), return_type=plgpu.ShapeDtypeStruct((C,), jnp.dtype(f32), layout=ROW)
     )
     def add_up(_, *tiles):
-        single, word = ir.F32Type.get(), ir.IntegerType.get_signless(32)
-        kind = "bf16" if "bf16" in str(tiles[0].mlir_dtype) else "f16"
-        registers = [_bits(r, word) for tile in tiles for r in tile.registers.flat]
-        lane = _inline_asm([word], [], "mov.u32 $0, %laneid;", "=r")[0]
-        number = partial(arith.constant, word)
-        row = arith.shrui(lane, number(2))
-        odd = arith.cmpi(arith.CmpIPredicate.ne, arith.andi(row, number(1)), number(0))
-        owner = arith.addi(arith.shli(row, number(2)), arith.shrui(row, number(1)))
+        warp = _Warp()
+        registers = [_bits(r, warp.word) for tile in tiles for r in tile.registers.flat]
+        odd = warp.compare("ne", arith.andi(warp.row, warp.number(1)), 0)
+        owner = arith.addi(arith.shli(warp.row, warp.number(2)), arith.shrui(warp.row, warp.number(1)))
         sums = []
         for half in range(2):  # rows 0 to 7, then 8 to 15, of the warp's 16
-            # Two neighbouring pieces of these rows above one another times either: on the diagonals of the two halves
-            # that are used stand sums of squares. Any other pair would have to be moved to neighbouring registers.
-            mine = registers[half::2]
-            x, y = [[arith.constant(single, 0.0)] * 4 for _ in range(2)]
-            for pair in zip(mine[::2], mine[1::2], strict=True):
-                x, y = _mma(pair, pair[:1], x, kind), _mma(pair, pair[1:], y, kind)
-            mine = arith.select(odd, arith.addf(x[1], y[3]), arith.addf(x[0], y[2]))
-            sums += _inline_asm([single], [mine, owner], "shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;", "=f,f,r")
-        zero = mgpu.FragmentedArray.splat(arith.constant(single, 0.0), (C,), layout=ROW.to_mgpu())
-        rest = iter(sums)
-        return zero.foreach(lambda *_: next(rest), create_array=True)
+            # The left operand is two neighbouring quarters of these rows, one above the other, the right one either:
+            # half of the result is used. What lies above one another in the block would have to be moved to be one.
+            rows = registers[half::2]
+            upper = lower = None
+            for pair in zip(rows[::2], rows[1::2], strict=True):
+                upper = warp.product(pair, pair[:1], upper, kind)
+                lower = warp.product(pair, pair[1:], lower, kind)
+            on_diagonal = arith.select(odd, arith.addf(upper[1], lower[3]), arith.addf(upper[0], lower[2]))
+            sums.append(warp.from_lane(on_diagonal, owner))
+        return _row_vector(sums)
 
     return add_up(*tiles)  # pyright: ignore[reportCallIssue]
 
 
 def _lower(interpret, x) -> Any:
-    """The 16-bit [C, C] with zeros above the diagonal, whatever was there, by bits: a register holds two elements."""
+    """The 16-bit [C, C] with zeros above the diagonal, whatever was there."""
     if interpret is not None:
         return jnp.tril(x)
 
     @plgpu.inline_mgpu(arg_types=(WGMMA,), return_type=plgpu.ShapeDtypeStruct((C, C), x.dtype, layout=WGMMA))
     def select(_, x):
-        word, kinds = ir.IntegerType.get_signless(32), arith.CmpIPredicate
-        number = partial(arith.constant, word)
-        warp = arith.andi(mgpu.warp_idx(), number(3))
-        lane = _inline_asm([word], [], "mov.u32 $0, %laneid;", "=r")[0]
-        row, column = arith.shrui(lane, number(2)), arith.shli(arith.andi(lane, number(3)), number(1))
+        """By bits: a register holds two elements, which a select would take apart."""
+        warp = _Warp()
+        on_and_below = warp.elements("uge", 0xFFFF)
 
-        def where(predicate, a, b, value):
-            return arith.select(arith.cmpi(predicate, a, b), number(value), number(0))
+        def all_if(predicate, block):
+            return arith.select(warp.compare(predicate, warp.index, block), warp.number(-1), warp.number(0))
 
-        quarter = where(kinds.uge, row, column, 0xFFFF)
-        quarter = arith.ori(quarter, where(kinds.ugt, row, column, -0x10000))
         registers = []
         for n, register in enumerate(x.registers.flat):
-            block, part = n // 4, n % 4
-            keep = where(kinds.ugt, warp, number(block), -1)
-            if part != 2:
-                inside = where(kinds.eq, warp, number(block), -1)
-                keep = arith.ori(keep, inside if part == 1 else arith.andi(inside, quarter))
-            registers.append(_bits(arith.andi(_bits(register, word), keep), register.type))
+            block, quarter = n // 4, n % 4
+            keep = all_if("ugt", block)
+            if quarter == 1:
+                keep = all_if("uge", block)
+            elif quarter != 2:
+                keep = arith.ori(keep, arith.andi(all_if("eq", block), on_and_below))
+            registers.append(_bits(arith.andi(_bits(register, warp.word), keep), register.type))
         return _like(x, registers)
 
     return select(x)  # pyright: ignore[reportCallIssue]
@@ -455,21 +507,21 @@ def _put_lower(interpret, ref, alias, value):
 
     @plgpu.inline_mgpu(arg_types=(WGMMA, plgpu.RefType()))
     def put(_, x, memory):
-        at = _Blocks(memory)
-        base = arith.addi(at.base, arith.muli(at.warp, at.number(SUB * 2 * C)))
-        registers = [_bits(r, at.word) for r in x.registers.flat]
+        warp = _Warp()
+        base = arith.addi(_shared_address(memory), arith.muli(warp.index, warp.number(SUB * 2 * LINE)))
+        registers = [_bits(r, warp.word) for r in x.registers.flat]
         for j in range(C // SUB):
-            above = arith.cmpi(arith.CmpIPredicate.ult, at.warp, at.number(j)) if j else None
-            at.store(at.address(base, j), registers[4 * j : 4 * j + 4], unless=above)
+            lower = warp.compare("uge", warp.index, j)
+            warp.store(warp.address(base, 0, j), registers[4 * j : 4 * j + 4], where=lower)
 
     put(value, alias)  # pyright: ignore[reportCallIssue]
 
 
 def _invert(interpret, ref, alias):
-    """(I - N)^-1 of two matrices N of which `_put_lower` has stored the blocks: [2, C, C], in place.
+    """(I - N)^-1 of two matrices N of which `_put_lower` has stored the blocks, in place: [2, C, C].
 
-    N is what lies strictly below the diagonal. Above, zeros stay as they are. Two warps share a matrix: each inverts the half of it
-    that lies on the diagonal, and the second then makes the block below.
+    N is what lies strictly below the diagonal. Above it there are zeros before and after. Two warps share a matrix:
+    each inverts the half of it that lies on the diagonal, and the second then makes the block below.
     """
     if interpret is not None:
         for n in range(2):
@@ -478,82 +530,69 @@ def _invert(interpret, ref, alias):
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
     def invert(_, memory):
-        at = _Blocks(memory)
-        number, rounded, turn = at.number, at.rounded, at.turn
-        head, second = arith.shrui(at.warp, number(1)), arith.andi(at.warp, number(1))
-        base = arith.addi(at.base, arith.muli(head, number(2 * C * C)))
-        own = arith.addi(base, arith.muli(second, number(2 * SUB * 2 * C)))
-        columns = [at.address(own, arith.addi(arith.shli(second, number(1)), number(j))) for j in range(2)]
-        # Masks of the lane's two elements of a quarter
-        row = arith.shrui(at.lane, number(2))
-        column = arith.shli(arith.andi(at.lane, number(3)), number(1))
-        zero = number(0)
+        warp = _Warp()
+        number, rounded, turn, zero = warp.number, warp.rounded, warp.turn, warp.number(0)
+        head, second = arith.shrui(warp.index, number(1)), arith.andi(warp.index, number(1))
+        base = arith.addi(_shared_address(memory), arith.muli(head, number(2 * C * C)))
+        own = arith.addi(base, arith.muli(second, number(2 * SUB * 2 * LINE)))
+        is_second = warp.compare("ne", second, 0)
+        strictly_below, strictly_above = warp.elements("ugt", 0xFFFF), warp.elements("ult", 0xFFFF)
+        identity = warp.elements("eq", 0x3C00)
 
-        def elements(predicate, value):
-            masks = []
-            for n in range(2):
-                holds = arith.cmpi(predicate, row, arith.addi(column, number(n)))
-                masks.append(arith.select(holds, number(value << (16 * n)), zero))
-            return arith.ori(*masks)
-
-        kinds = arith.CmpIPredicate
-        strictly_below, strictly_above = elements(kinds.ugt, 0xFFFF), elements(kinds.ult, 0xFFFF)
-        identity = elements(kinds.eq, 0x3C00)
+        def address(row, column):
+            """Of a block in the warp's own half."""
+            return warp.address(own, row, arith.addi(arith.shli(second, number(1)), number(column)))
 
         def diagonal(address):
-            """The inverse of a block on the diagonal, its upper right quarter zero."""
+            """The inverse of a block on the diagonal, as left and as right operand."""
 
             def twice(left, right, added=None):
-                """Products of two pairs of 8 x 8 blocks: one above the other the left ones are a left operand."""
-                upper, lower = [at.product(left, [x], added) for x in right]
+                """Products of two pairs of quarters: the left ones above one another are one operand."""
+                upper, lower = [warp.product(left, [x], added) for x in right]
                 return upper[:2] + lower[2:]
 
             def plus_identity(x):
                 return [arith.ori(q, identity) for q in x]  # there are only zeros on the diagonal
 
-            q = at.load(address)
-            t = at.load(address, ".trans")
-            n1 = [arith.andi(x, strictly_below) for x in (q[0], q[3])]
-            n1_t = [arith.andi(x, strictly_above) for x in (t[0], t[3])]
-            # (I + N)(I + N^2)(I + N^4), exact because N^8 = 0
+            n, n_t = warp.load(address), warp.load(address, ".trans")
+            n1 = [arith.andi(n[i], strictly_below) for i in (0, 3)]
+            n1_t = [arith.andi(n_t[i], strictly_above) for i in (0, 3)]
+            # 8 x 8: (I + N)(I + N^2)(I + N^4), exact because N^8 = 0
             n2, n2_t = rounded(twice(n1, n1_t)), rounded(twice(n1_t, n1))
             n4_t = rounded(twice(n2_t, n2))
             x = twice(plus_identity(n1), plus_identity(n2_t))
             upper, lower = rounded(twice(rounded(x), n4_t, x))
             # 8 -> 16: the quarter below the diagonal becomes X22 N21 X11
             upper_t = turn(upper)
-            below = rounded(at.product([lower, lower], [t[1]]))[1]
-            below = rounded(at.product([below, below], [upper_t]))[1]
+            below = rounded(warp.product([lower, lower], n_t[1:2]))[1]
+            below = rounded(warp.product([below, below], [upper_t]))[1]
             return [upper, below, zero, lower], ((upper_t, turn(below)), (zero, turn(lower)))
 
-        (x0, x0_t), (x1, _) = diagonal(columns[0]), diagonal(at.below(columns[1], 1))
-        at.store(columns[0], x0)
-        at.store(at.below(columns[1], 1), x1)
+        (x0, x0_t), (x1, _) = diagonal(address(0, 0)), diagonal(address(1, 1))
+        warp.store(address(0, 0), x0)
+        warp.store(address(1, 1), x1)
         # 16 -> 32
-        address = at.below(columns[0], 1)
-        pair = at.times((at.times((x1, at.transposed(address))), x0_t))
-        at.store(address, pair)
+        x10 = warp.times((warp.times((x1, warp.transposed(address(1, 0)))), x0_t))
+        warp.store(address(1, 0), x10)
         # 32 -> 64
-        barrier = arith.addi(number(8), arith.shrui(mgpu.warp_idx(), number(1)))
-        is_second = arith.cmpi(kinds.ne, second, zero)
+        barrier = arith.addi(number(8), arith.shrui(mgpu.warp_idx(), number(1)))  # the lower numbers are taken
 
-        with mgpu.when(arith.xori(is_second, arith.constant(ir.IntegerType.get_signless(1), 1))):
-            llvm.inline_asm(
-                ir.Type.parse("!llvm.void"), [barrier], "bar.arrive $0, 64;", "r,~{memory}", has_side_effects=True
-            )
+        def meet(kind):
+            _inline_asm([], [barrier], f"bar.{kind} $0, 64;", "r,~{memory}", effects=True)
+
+        with mgpu.when(warp.compare("eq", second, 0)):
+            meet("arrive")
         with mgpu.when(is_second):
-            columns = [at.address(base, j) for j in range(2)]
-            n = [[at.transposed(at.below(c, i)) for c in columns] for i in (2, 3)]
-            first = [at.times((x0, n[0][j])) for j in range(2)]
-            last = [at.times((pair, n[0][j]), (x1, n[1][j])) for j in range(2)]
-            llvm.inline_asm(
-                ir.Type.parse("!llvm.void"), [barrier], "bar.sync $0, 64;", "r,~{memory}", has_side_effects=True
+            n = [[warp.transposed(warp.address(base, i, j)) for j in range(2)] for i in (2, 3)]
+            left = (
+                [warp.times((x0, n[0][j])) for j in range(2)],
+                [warp.times((x10, n[0][j]), (x1, n[1][j])) for j in range(2)],
             )
-            y0, y1 = at.transposed(columns[0]), at.transposed(at.below(columns[1], 1))
-            y_pair = at.transposed(at.below(columns[0], 1))
-            for i, (u0, u1) in enumerate((first, last)):
-                at.store(at.below(columns[0], 2 + i), at.times((u0, y0), (u1, y_pair)))
-                at.store(at.below(columns[1], 2 + i), at.times((u1, y1)))
+            meet("sync")
+            y0, y10, y1 = [warp.transposed(warp.address(base, i, j)) for i, j in ((0, 0), (1, 0), (1, 1))]
+            for i in range(2):
+                warp.store(warp.address(base, 2 + i, 0), warp.times((left[i][0], y0), (left[i][1], y10)))
+                warp.store(warp.address(base, 2 + i, 1), warp.times((left[i][1], y1)))
 
     invert(alias)  # pyright: ignore[reportCallIssue]
 
@@ -594,17 +633,6 @@ def _inverse(n):
     return jnp.block(rows)
 
 
-def _bits(register, kind):
-    return llvm.bitcast(kind, register)
-
-
-def _like(array, registers):
-    """An array in the layout of `array` made of these registers."""
-    shaped = np.empty(array.registers.shape, dtype=object)
-    shaped.flat[:] = registers
-    return mgpu.FragmentedArray(_registers=shaped, _layout=array.layout, _is_signed=None)
-
-
 def _gate_vectors(interpret, decays, betas, norms, vectors, factors, scale):
     """What the gates of two heads make of a chunk: the vectors for `_pass`, and what scales columns of W and rows of R.
 
@@ -626,74 +654,39 @@ def _gate_vectors(interpret, decays, betas, norms, vectors, factors, scale):
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * 7)
     def fill(_, *memory):
         """A warp has one half of the tokens of one head, a lane one of them."""
-        word, single = ir.IntegerType.get_signless(32), ir.F32Type.get()
+        warp = _Warp()
+        number = warp.number
+        head, half = arith.shrui(warp.index, number(1)), arith.andi(warp.index, number(1))
+        token = arith.addi(warp.lane, arith.shli(half, number(5)))
         (stride,), _ = ir.MemRefType(memory[0].type).get_strides_and_offset()
-
-        def number(n):
-            return arith.constant(word, n)
-
-        def constant(x):
-            return arith.constant(single, x)
-
-        def load(base, index):
-            address = arith.addi(base, arith.shli(index, number(2)))
-            return _inline_asm([single], [address], "ld.shared.f32 $0, [$1];", "=f,r,~{memory}", effects=True)[0]
-
-        def store(base, index, x):
-            address = arith.addi(base, arith.shli(index, number(2)))
-            _inline_asm([], [address, x], "st.shared.f32 [$0], $1;", "r,f,~{memory}", effects=True)
-
-        def unary(instruction, x):
-            return _inline_asm([single], [x], f"{instruction}.approx.ftz.f32 $0, $1;", "=f,f")[0]
-
-        def from_lane(x, lane):
-            return _inline_asm([single], [x], f"shfl.sync.idx.b32 $0, $1, {lane}, 31, 0xffffffff;", "=f,f")[0]
-
-        lane = _inline_asm([word], [], "mov.u32 $0, %laneid;", "=r")[0]
-        warp = arith.andi(mgpu.warp_idx(), number(3))
-        head, half = arith.shrui(warp, number(1)), arith.andi(warp, number(1))
-        is_last, in_second = [arith.cmpi(arith.CmpIPredicate.ne, x, number(0)) for x in (head, half)]
         *gates, norms, vectors, factors = map(_shared_address, memory)
-        decays, betas = [arith.select(is_last, gates[i + 1], gates[i]) for i in (0, 2)]
+        decays, betas = [arith.select(warp.compare("ne", head, 0), gates[i + 1], gates[i]) for i in (0, 2)]
         vectors = arith.addi(vectors, arith.muli(head, number(4 * NUM_VECTORS * C)))
         factors = arith.addi(factors, arith.muli(head, number(4 * 2 * C)))
-        token = arith.addi(lane, arith.shli(half, number(5)))
+
+        def gate(base, token):
+            return warp.load_float(base, arith.muli(token, number(stride)))
+
+        def put(base, n, x):
+            warp.store_float(base, arith.addi(token, number(n * C)), x)
 
         sums = []
         for first in (0, 32):
-            at = arith.muli(arith.addi(lane, number(first)), number(stride))
-            x = arith.maximumf(unary("lg2", load(decays, at)), constant(LOG2_MIN))
-            for distance in (1, 2, 4, 8, 16):
-                add_lower = (
-                    "{.reg .pred has; .reg .f32 lower;"
-                    f"shfl.sync.up.b32 lower|has, $1, {distance}, 0, 0xffffffff;"
-                    "mov.f32 $0, $1; @has add.f32 $0, $1, lower;}"
-                )
-                x = _inline_asm([single], [x], add_lower, "=&f,f")[0]
-            sums.append(x)
-        sums[1] = arith.addf(sums[1], from_lane(sums[0], 31))
-        end = from_lane(sums[1], 31)
-        gamma = arith.select(in_second, sums[1], sums[0])
-        beta = load(betas, arith.muli(token, number(stride)))
-        decay = unary("ex2", gamma)
-        rk, rq = [load(norms, arith.addi(token, number(n * C))) for n in range(2)]
-        of_query = arith.mulf(rq, arith.mulf(constant(scale), decay))
-        for n, x in ((K_SCALE, arith.mulf(rk, decay)), (Q_SCALE, of_query), (LOG_GAMMA, gamma)):
-            store(vectors, arith.addi(token, number(n * C)), x)
-        to_end = arith.mulf(beta, unary("ex2", arith.subf(end, gamma)))
-        for n, x in enumerate((arith.mulf(beta, constant(scale)), to_end)):
-            store(factors, arith.addi(token, number(n * C)), x)
+            logs = warp.approximate("lg2", gate(decays, arith.addi(warp.lane, number(first))))
+            sums.append(warp.running_sum(arith.maximumf(logs, warp.real(LOG2_MIN))))
+        sums[1] = arith.addf(sums[1], warp.from_lane(sums[0], 31))
+        gamma = arith.select(warp.compare("ne", half, 0), sums[1], sums[0])
+        decay = warp.approximate("ex2", gamma)
+        rk, rq = [warp.load_float(norms, arith.addi(token, number(n * C))) for n in range(2)]
+        put(vectors, K_SCALE, arith.mulf(rk, decay))
+        put(vectors, Q_SCALE, arith.mulf(rq, arith.mulf(warp.real(scale), decay)))
+        put(vectors, LOG_GAMMA, gamma)
+        beta = gate(betas, token)
+        put(factors, 0, arith.mulf(beta, warp.real(scale)))
+        to_end = warp.approximate("ex2", arith.subf(warp.from_lane(sums[1], 31), gamma))
+        put(factors, 1, arith.mulf(beta, to_end))
 
     fill(*decays, *betas, norms, vectors, factors)  # pyright: ignore[reportCallIssue]
-
-
-def _shared_address(memory):
-    """Where a reference to shared memory begins."""
-    word = ir.IntegerType.get_signless(32)
-    base, offset, *_ = memref.extract_strided_metadata(memory)
-    itemsize = mgpu.bytewidth(ir.MemRefType(memory.type).element_type)
-    offset = arith.muli(arith.index_cast(word, offset), arith.constant(word, itemsize))
-    return arith.addi(arith.index_cast(word, memref.extract_aligned_pointer_as_index(base)), offset)
 
 
 def _warpgroup_barrier(interpret):
