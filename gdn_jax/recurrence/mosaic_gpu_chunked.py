@@ -459,7 +459,7 @@ def _sum_of_squares(interpret, *tiles) -> Any:
             # The left operand is two neighbouring quarters of these rows, one above the other, the right one either:
             # half of the result is used. What lies above one another in the block would have to be moved to be one.
             rows = registers[half::2]
-            upper = lower = None
+            upper = lower = [warp.real(0.0)] * 4
             for pair in zip(rows[::2], rows[1::2], strict=True):
                 upper = warp.product(pair, pair[:1], upper, kind)
                 lower = warp.product(pair, pair[1:], lower, kind)
@@ -600,7 +600,7 @@ def _invert(interpret, ref, alias):
 def _inverse(n):
     """What `_invert` does to one matrix, with the same roundings."""
 
-    def dot(*pairs):
+    def dot(*pairs) -> Any:
         return sum(x.astype(f32) @ y.astype(f32) for x, y in pairs)
 
     def rounded(*pairs):
@@ -750,7 +750,7 @@ def _preparation(qkv, decay, batch, *, nk, nv, key_dim, max_slots, normalise, in
         `written(item, part)` is called once others may read the results of a place, if it has any.
         """
         qkv_g, decay_g, beta_g, slot_g, w_g, r_g, vec_g = operands
-        *refs, k_bar, q_bar, x_s, blocks_s = buffers
+        *refs, arrived, x_s, blocks_s = buffers
         refs = [ref.at[unit] for ref in (*refs, x_s, blocks_s)]
         rows_s, tiles_s, keys_s, raw_s, w_s, vectors, factors, norms, found, x_s, blocks_s = refs
 
@@ -766,9 +766,6 @@ def _preparation(qkv, decay, batch, *, nk, nv, key_dim, max_slots, normalise, in
             for i, x in enumerate(look(n)):
                 found[i] = x
 
-        def bars(stage):
-            return [bar.at[2 * unit + stage] for bar in (k_bar, q_bar)]
-
         def first_column(part):
             return jnp.minimum(lax.div(part * heads, i32(4)) * 4, columns - width)
 
@@ -779,14 +776,14 @@ def _preparation(qkv, decay, batch, *, nk, nv, key_dim, max_slots, normalise, in
 
             @pl.when(valid > 0)
             def _():
-                k_arrived, q_arrived = bars(stage)
-                for kind, source in enumerate((decay_g, beta_g)):
-                    source = source.at[tokens, pl.ds(first_column(part), width)]
-                    plgpu.copy_gmem_to_smem(source, raw_s.at[stage, kind], k_arrived)
-                for n, (head, bar) in enumerate(((nk + key_head, k_arrived), (key_head, q_arrived))):
+                bar = arrived.at[2 * unit + stage]
+                for n, head in enumerate((nk + key_head, key_head)):
                     for i in range(halves):
                         source = qkv_g.at[tokens, pl.ds(head * key_dim + i * LINE, LINE)]
                         plgpu.copy_gmem_to_smem(source, rows_s.at[stage, n, i], bar)
+                for kind, source in enumerate((decay_g, beta_g)):
+                    source = source.at[tokens, pl.ds(first_column(part), width)]
+                    plgpu.copy_gmem_to_smem(source, raw_s.at[stage, kind], bar)
 
         def finish(place):
             """Waits until the results of a place have left their buffers, or are where others may read them."""
@@ -813,16 +810,13 @@ def _preparation(qkv, decay, batch, *, nk, nv, key_dim, max_slots, normalise, in
 
         def compute(place, stage, finish_before, bring_after, find_next):
             item, part, _, valid = place
-            k_arrived, q_arrived = bars(stage)
-            token = _iota((C,), 0, ROW)
             raw_tiles = tiles_s.at[stage]
-            plgpu.barrier_wait(k_arrived)
-            plgpu.barrier_wait(q_arrived)
+            plgpu.barrier_wait(arrived.at[2 * unit + stage])
 
             @pl.when(valid < C)
             def _():
-                """Zeros past the row's end, whatever lies there."""
-                inside = _iota((C, LINE), 0) < valid
+                """Past the row's end zeros and decays of 1, whatever lies there."""
+                token, inside = _iota((C,), 0, ROW), _iota((C, LINE), 0) < valid
                 for n in range(2):
                     for i in range(halves):
                         x = plgpu.load(raw_tiles.at[n, i], layout=WGMMA)
@@ -939,7 +933,7 @@ def _preparation(qkv, decay, batch, *, nk, nv, key_dim, max_slots, normalise, in
     ]
     if interpret is not None:  # where aliases are buffers of their own
         buffers.insert(1, _swizzled(tokens, f16))
-    barriers = [plgpu.Barrier(num_arrivals=n, num_barriers=2 * units) for n in (halves + 2, halves)]
+    barriers = [plgpu.Barrier(num_arrivals=2 * halves + 2, num_barriers=2 * units)]
     results = [
         jax.ShapeDtypeStruct((items, nv, C + HALF, HALF), dtype),
         jax.ShapeDtypeStruct((items, nv, halves, C, LINE), dtype),
