@@ -37,7 +37,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, memref, nvvm
-from jaxlib.mlir.dialects import vector as vector_ops
 
 from gdn_jax._mosaic import EPS, compiler_params, is_row_of, store
 from gdn_jax._ragged import is_live, read_rows, row_bounds, token_rows
@@ -440,26 +439,35 @@ class _Warp:
         return quarters
 
 
-def _diagonal(interpret, x) -> Any:
-    """Of the float32 [C, C]."""
+def _sum_of_squares(interpret, *tiles) -> Any:
+    """Of the rows of 16-bit [C, LINE] arrays side by side: the diagonal of their product with their own transpose."""
     if interpret is not None:
-        return jnp.diagonal(x)
+        return sum(jnp.sum(jnp.square(x.astype(f32)), axis=1) for x in tiles)
 
-    @plgpu.inline_mgpu(arg_types=(WGMMA,), return_type=plgpu.ShapeDtypeStruct((C,), jnp.dtype(f32), layout=ROW))
-    def select(_, x):
+    kind = "bf16" if tiles[0].dtype == jnp.bfloat16 else "f16"
+
+    @plgpu.inline_mgpu(
+        arg_types=(WGMMA,) * len(tiles), return_type=plgpu.ShapeDtypeStruct((C,), jnp.dtype(f32), layout=ROW)
+    )
+    def add_up(_, *tiles):
         warp = _Warp()
+        registers = [_bits(r, warp.word) for tile in tiles for r in tile.registers.flat]
         odd = warp.compare("ne", arith.andi(warp.row, warp.number(1)), 0)
         owner = arith.addi(arith.shli(warp.row, warp.number(2)), arith.shrui(warp.row, warp.number(1)))
-        registers, elements = x.registers.flat, []
+        sums = []
         for half in range(2):  # rows 0 to 7, then 8 to 15, of the warp's 16
-            pair = registers[3 * half]
-            for n in range(1, C // SUB):
-                pair = arith.select(warp.compare("eq", warp.index, n), registers[4 * n + 3 * half], pair)
-            first, second = [vector_ops.extract(pair, [], [n]) for n in range(2)]
-            elements.append(warp.from_lane(arith.select(odd, second, first), owner))
-        return _row_vector(elements)
+            # The left operand is two neighbouring quarters of these rows, one above the other, the right one either:
+            # half of the result is used. What lies above one another in the block would have to be moved to be one.
+            rows = registers[half::2]
+            upper = lower = [warp.real(0.0)] * 4
+            for pair in zip(rows[::2], rows[1::2], strict=True):
+                upper = warp.product(pair, pair[:1], upper, kind)
+                lower = warp.product(pair, pair[1:], lower, kind)
+            on_diagonal = arith.select(odd, arith.addf(upper[1], lower[3]), arith.addf(upper[0], lower[2]))
+            sums.append(warp.from_lane(on_diagonal, owner))
+        return _row_vector(sums)
 
-    return select(x)  # pyright: ignore[reportCallIssue]
+    return add_up(*tiles)  # pyright: ignore[reportCallIssue]
 
 
 def _lower(interpret, x) -> Any:
@@ -744,7 +752,7 @@ def _preparation(qkv, decay, batch, *, nk, nv, key_dim, max_slots, normalise, in
         qkv_g, decay_g, beta_g, slot_g, w_g, r_g, vec_g = operands
         *refs, arrived, x_s, blocks_s = buffers
         refs = [ref.at[unit] for ref in (*refs, x_s, blocks_s)]
-        rows_s, tiles_s, keys_s, raw_s, w_s, vectors, factors, norms, found, x_s, blocks_s = refs
+        rows_s, tiles_s, keys_s, raw_s, w_s, vectors, factors, norms, x_s, blocks_s = refs
 
         def look(n):
             """Item, part, first token, and tokens: at most 0 if there is nothing to do."""
@@ -752,27 +760,6 @@ def _preparation(qkv, decay, batch, *, nk, nv, key_dim, max_slots, normalise, in
             first = chunk * C
             active = (n < count) & (item < items) & (first >= 0) & is_row_of(slot_g[b], max_slots)
             return item, part, start + first, jnp.where(active, jnp.minimum(length - first, C), 0)
-
-        def find(n):
-            """Leaves what `look` says in shared memory."""
-            for i, x in enumerate(look(n)):
-                found[i] = x
-
-        def share_out(copies):
-            """Two warps issue half of the copies each."""
-            if interpret is not None:  # where a warpgroup does not wait for the copies of its warps
-                for copy in copies:
-                    copy()
-                return
-
-            @plgpu.warp_map
-            def _(warp):
-                for n, mine in enumerate((warp == 0, warp == 2)):
-
-                    @pl.when(mine)
-                    def _(n=n):
-                        for copy in copies[n::2]:
-                            copy()
 
         def first_column(part):
             return jnp.minimum(lax.div(part * heads, i32(4)) * 4, columns - width)
@@ -782,17 +769,16 @@ def _preparation(qkv, decay, batch, *, nk, nv, key_dim, max_slots, normalise, in
             key_head = lax.div(part * heads, i32(group))
             tokens = pl.ds(t0, C)
 
-            copies = [
-                (qkv_g.at[tokens, pl.ds(head * key_dim + i * LINE, LINE)], rows_s.at[stage, n, i])
-                for n, head in enumerate((nk + key_head, key_head))
-                for i in range(halves)
-            ]
-            for kind, gates in enumerate((decay_g, beta_g)):
-                copies.append((gates.at[tokens, pl.ds(first_column(part), width)], raw_s.at[stage, kind]))
-
             @pl.when(valid > 0)
             def _():
-                share_out([partial(plgpu.copy_gmem_to_smem, *copy, arrived.at[2 * unit + stage]) for copy in copies])
+                bar = arrived.at[2 * unit + stage]
+                for n, head in enumerate((nk + key_head, key_head)):
+                    for i in range(halves):
+                        source = qkv_g.at[tokens, pl.ds(head * key_dim + i * LINE, LINE)]
+                        plgpu.copy_gmem_to_smem(source, rows_s.at[stage, n, i], bar)
+                for kind, source in enumerate((decay_g, beta_g)):
+                    source = source.at[tokens, pl.ds(first_column(part), width)]
+                    plgpu.copy_gmem_to_smem(source, raw_s.at[stage, kind], bar)
 
         def finish(place):
             """Waits until the results of a place have left their buffers, or are where others may read them."""
@@ -803,72 +789,57 @@ def _preparation(qkv, decay, batch, *, nk, nv, key_dim, max_slots, normalise, in
 
         def step(n, carry):
             before, place = carry
-            after = tuple(found[i] for i in range(4))
-            finish_before, bring_after = partial(finish, before), partial(bring, after, (n + 1) & 1)
+            after = look(n + 1)
+
+            def turn_over():
+                finish(before)
+                bring(after, (n + 1) & 1)
+
             active = place[-1] > 0
-            pl.when(active)(lambda: compute(place, n & 1, finish_before, bring_after, partial(find, n + 2)))
-
-            @pl.when(jnp.logical_not(active))
-            def _():
-                finish_before()
-                find(n + 2)
-                bring_after()
-                _warpgroup_barrier(interpret)
-
+            pl.when(active)(lambda: compute(place, n & 1, turn_over))
+            pl.when(jnp.logical_not(active))(turn_over)
             return place, after
 
-        def compute(place, stage, finish_before, bring_after, find_next):
+        def compute(place, stage, turn_over):
             item, part, _, valid = place
             raw_tiles = tiles_s.at[stage]
             plgpu.barrier_wait(arrived.at[2 * unit + stage])
 
-            ragged = valid < C
-
-            @pl.when(ragged)
+            @pl.when(valid < C)
             def _():
-                """Zeros past the row's end, whatever lies there."""
-                inside = _iota((C, LINE), 0) < valid
+                """Past the row's end zeros and decays of 1, whatever lies there."""
+                token, inside = _iota((C,), 0, ROW), _iota((C, LINE), 0) < valid
                 for n in range(2):
                     for i in range(halves):
                         x = plgpu.load(raw_tiles.at[n, i], layout=WGMMA)
                         raw_tiles.at[n, i][...] = jnp.where(inside, x, jnp.zeros_like(x))
+                for kind in range(2):
+                    for i in range(width):
+                        gate = raw_s.at[stage, kind, :, i]
+                        store(gate, jnp.where(token < valid, _vector(gate, ROW), 1.0 - kind))
                 plgpu.commit_smem()
 
-            def products(kk_acc, *accumulators):
+            def products(kk_acc, qk_acc):
                 raw_keys, raw_queries = raw_tiles.at[0], raw_tiles.at[1]
-                pairs = [(kk_acc, raw_keys, raw_keys), (accumulators[-1], raw_queries, raw_keys)]
-                if normalise:
-                    pairs.insert(1, (accumulators[0], raw_queries, raw_queries))
-                for acc, left, right in pairs:
-                    for i in range(halves):
-                        acc.mma(left.at[i], right.at[i].transpose((1, 0)))
-
-                @pl.when(ragged)
-                def _():
-                    token = _iota((C,), 0, ROW)
-                    for kind in range(2):
-                        for i in range(width):
-                            gate = raw_s.at[stage, kind, :, i]
-                            store(gate, jnp.where(token < valid, _vector(gate, ROW), 1.0 - kind))
-
+                for i in range(halves):
+                    keys = raw_keys.at[i].transpose((1, 0))
+                    kk_acc.mma(raw_keys.at[i], keys)
+                    qk_acc.mma(raw_queries.at[i], keys)
                 if not normalise:
-                    return kk_acc.read(halves), accumulators[-1].read()
-                key = [plgpu.load(raw_keys.at[i], layout=WGMMA).astype(f32) for i in range(halves)]
-                kk = kk_acc.read(2 * halves)
-                rk = lax.rsqrt(_diagonal(interpret, kk) + EPS)
+                    return kk_acc.read(), qk_acc.read()
+                key, query = [[plgpu.load(raw_tiles.at[n, i], layout=WGMMA) for i in range(halves)] for n in range(2)]
+                rk, rq = [lax.rsqrt(_sum_of_squares(interpret, *x) + EPS) for x in (key, query)]
                 store(norms.at[0], rk)
-                key = [(x * _rows(rk, LINE)).astype(f16) for x in key]
-                rq = lax.rsqrt(_diagonal(interpret, accumulators[0].read(halves)) + EPS)
                 store(norms.at[1], rq)
-                return kk, accumulators[-1].read(), rk, rq, *key
+                key = [(x.astype(f32) * _rows(rk, LINE)).astype(f16) for x in key]
+                return kk_acc.read(), qk_acc.read(), rk, rq, *key
 
-            kk, qk, *normalised = _accumulate(interpret, [(C, C)] * (3 if normalise else 2), products)
+            kk, qk, *normalised = _accumulate(interpret, [(C, C), (C, C)], products)
             rk = rq = _zeros((C,), f32, ROW) + 1.0
             if not normalise:
                 for n in range(2):
                     store(norms.at[n], rk)
-            finish_before()  # and all warps are through with the products
-            bring_after()
+            turn_over()  # and all warps are through with the products
             key_s = (keys_s if normalise else tiles_s).at[stage, 0]
             if normalise:
                 rk, rq, *key = normalised
@@ -890,12 +861,6 @@ def _preparation(qkv, decay, batch, *, nk, nv, key_dim, max_slots, normalise, in
                 _warpgroup_barrier(interpret)
                 _gate_vectors(interpret, decays, betas, norms, vectors, factors, scale)
                 _invert(interpret, x_s, blocks_s)
-
-                @plgpu.warp_map
-                def _(warp):
-                    # This warp had less to do than others.
-                    pl.when((warp == 2) & (pair == 0))(find_next)
-
                 plgpu.commit_smem()
                 lax.fori_loop(2 * pair, jnp.minimum(2 * pair + 2, heads), one_head, None)
 
@@ -908,11 +873,11 @@ def _preparation(qkv, decay, batch, *, nk, nv, key_dim, max_slots, normalise, in
                     w_acc.mma(scores, x)
                     for i in range(halves):
                         r_acc[i].mma(x.transpose((1, 0)), key_s.at[i])
-                    # The results of the head before have left their buffers.
-                    pl.when(n > 0)(lambda: plgpu.wait_smem_to_gmem(0, wait_read_only=True))
                     ratio = _rows(_vector(log_gamma, ROW), C) - _cols(_vector(log_gamma, COL), C)
                     ratio = jnp.exp2(ratio) * _cols(_vector(factors.at[slot, 0], COL), C)
                     r_scale = _rows(_vector(factors.at[slot, 1], ROW), LINE)
+                    # The results of the head before have left their buffers.
+                    pl.when(n > 0)(lambda: plgpu.wait_smem_to_gmem(0, wait_read_only=True))
                     # Above the diagonal the ratio may overflow.
                     w = _lower(interpret, (w_acc.read(halves) * ratio).astype(dtype))
                     for i in range(2):
@@ -922,13 +887,10 @@ def _preparation(qkv, decay, batch, *, nk, nv, key_dim, max_slots, normalise, in
 
                 _accumulate(interpret, [(C, C)] + [(C, LINE)] * halves, results)
                 plgpu.commit_smem()
-                copies = (
-                    (w_s.at[0], w_g.at[item, head, pl.ds(0, C)]),
-                    (w_s.at[1, pl.ds(HALF, HALF)], w_g.at[item, head, pl.ds(C, HALF)]),
-                    (r_s, r_g.at[item, head]),
-                    (vectors.at[slot], vec_g.at[item, head]),
-                )
-                share_out([partial(plgpu.copy_smem_to_gmem, *copy) for copy in copies])
+                plgpu.copy_smem_to_gmem(w_s.at[0], w_g.at[item, head, pl.ds(0, C)])
+                plgpu.copy_smem_to_gmem(w_s.at[1, pl.ds(HALF, HALF)], w_g.at[item, head, pl.ds(C, HALF)])
+                plgpu.copy_smem_to_gmem(r_s, r_g.at[item, head])
+                plgpu.copy_smem_to_gmem(vectors.at[slot], vec_g.at[item, head])
 
             lax.fori_loop(0, pl.cdiv(heads, 2), two_heads, None)
 
@@ -936,8 +898,6 @@ def _preparation(qkv, decay, batch, *, nk, nv, key_dim, max_slots, normalise, in
             x_s.at[n][...] = _zeros((C, C), f16)  # what lies above the diagonal blocks stays
         place = look(0)
         bring(place, 0)
-        find(1)
-        _warpgroup_barrier(interpret)
         nothing = *place[:-1], jnp.int32(0)
         last, _ = lax.fori_loop(0, count, step, (nothing, place))
         finish(last)
@@ -952,7 +912,6 @@ def _preparation(qkv, decay, batch, *, nk, nv, key_dim, max_slots, normalise, in
         plgpu.SMEM((units, 2, NUM_VECTORS * C), f32),
         plgpu.SMEM((units, 2, 2, C), f32),
         plgpu.SMEM((units, 2, C), f32),
-        plgpu.SMEM((units, 4), i32),
     ]
     if interpret is not None:  # where aliases are buffers of their own
         buffers.insert(1, _swizzled(tokens, f16))
