@@ -124,6 +124,14 @@ def test_hard_inputs(inputs, tokens):
     check(args, *interpreted(*args, interpret=plgpu.InterpretGPUParams()))
 
 
+@pytest.mark.parametrize("batch", [1, 2, 8, 9, 64, 65, 513])
+def test_finds_rows(batch):
+    firsts = np.sort(np.random.default_rng(batch).integers(0, 60, batch))
+    wanted = np.arange(-1, 61)
+    rows = jax.vmap(lambda at: chunked._find_row(jnp.asarray(firsts), at, batch))(jnp.asarray(wanted))
+    np.testing.assert_array_equal(rows, np.maximum(np.searchsorted(firsts, wanted, side="right") - 1, 0))
+
+
 def test_any_size_of_values():
     """float32 values far outside the range of float16, each row at its own scale."""
     args = make([66, 5], (1, 1, 64, 64), [0, 1], tokens="float32")
@@ -199,7 +207,9 @@ SIZES = {
         "tokens": "float16",
     },
     "side by side, float32": {"lengths": [2300], "heads": (4, 8, 64, 128), "slots": [0], "tokens": "float32"},
-    "one head at a time": {"lengths": [1100], "heads": (16, 48, 128, 128), "slots": [0]},
+    "one value head a key head": {"lengths": [300, 65], "heads": (8, 8, 128, 128), "slots": [1, 0]},
+    "three": {"lengths": [1100], "heads": (16, 48, 128, 128), "slots": [0]},
+    "five": {"lengths": [300, 65], "heads": (2, 10, 64, 128), "slots": [1, 0], "tokens": "float16"},
     "split": {"lengths": [6205], "heads": (2, 8, 128, 128), "slots": [0]},
     "many rows": {"lengths": [65] * 40, "heads": (2, 8, 128, 128), "slots": [*range(40)]},
     "many rows, 16-bit states": {

@@ -37,7 +37,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, memref, nvvm
-from jaxlib.mlir.dialects import vector as vector_ops
 
 from gdn_jax._mosaic import EPS, compiler_params, is_row_of, store, warpgroup_barrier
 from gdn_jax._ragged import is_live, read_rows, row_bounds, token_rows
@@ -46,7 +45,7 @@ C = 64  # tokens of a chunk, and columns of a value tile: the M of a warpgroup p
 LINE = 64  # 16-bit elements of a 128-byte swizzle line
 ROWS = 32  # of a state that are copied at once: 8 KB of float32
 HALF = C // 2  # columns of a tile of W, whose second has only rows from HALF on that are not zero
-SUB = 16  # columns of the compact block-diagonal form in `_prepare`
+SUB = 16  # rows and columns of the blocks that warps invert in `_prepare`
 SMS = 132  # multiprocessors of an H100 or H200
 LOG2_MIN = -150.0  # a decay of 0; 2**-150 rounds to 0 in float32
 f32, f16, i32 = jnp.float32, jnp.float16, jnp.int32
@@ -271,70 +270,29 @@ def _first_item(table, b, length, items):
 
 
 def _find_row(firsts, at, batch):
-    """The last row (or group of rows) of which `firsts` has at most `at`, by bisection; row 0 if there is none."""
-    low, high = jnp.int32(0), jnp.int32(batch)
-    for _ in range((batch - 1).bit_length()):
-        middle = lax.shift_right_logical(low + high, i32(1))
-        middle = jnp.minimum(middle, batch - 1)
-        before = firsts[middle] <= at
-        low, high = jnp.where(before, middle, low), jnp.where(before, high, middle)
+    """The last row of which `firsts` has at most `at`; row 0 if there is none.
+
+    Eight parts at a time: the loads of a step wait for memory once.
+    """
+    low, size = jnp.int32(0), batch
+    while size > 1:
+        step = pl.cdiv(size, 8)
+        probes = [low + n * step for n in range(1, pl.cdiv(size, step))]
+        before = [(p < batch) & (firsts[jnp.minimum(p, batch - 1)] <= at) for p in probes]
+        low, size = low + step * sum(x.astype(i32) for x in before), step
     return low
 
 
-def _block_products(interpret, *pairs) -> Any:
-    """Sum of products of 16 x 16 blocks: block by block of [C, SUB], left @ right^T over the (left, right) in `pairs`.
-
-    A block lies in one warp, so the products are the warp's own: nothing passes through shared memory.
-    """
-    if interpret is not None:
-        # Side by side, the products of all pairs are one.
-        left, right = [
-            jnp.concatenate([x.astype(f32).reshape(-1, SUB, SUB) for x in side], axis=2)
-            for side in zip(*pairs, strict=True)
-        ]
-        return jnp.einsum("bij,bkj->bik", left, right).reshape(C, SUB)
-
-    @plgpu.inline_mgpu(
-        arg_types=(WGMMA,) * (2 * len(pairs)),
-        return_type=plgpu.ShapeDtypeStruct((C, SUB), jnp.dtype(f32), layout=WGMMA),
-    )
-    def multiply(_, *operands):
-        single, word = ir.F32Type.get(), ir.IntegerType.get_signless(32)
-        packed = [[_bits(x, word) for x in array.registers.flat] for array in operands]
-        columns = []
-        for half in range(2):  # 8 columns of the sum, rows of `right`
-            sums = [arith.constant(single, 0.0)] * 4
-            for left, right in zip(packed[::2], packed[1::2], strict=True):
-                out = llvm.inline_asm(
-                    llvm.StructType.get_literal([single] * 4),
-                    [*left, right[half], right[2 + half], *sums],
-                    "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
-                    "{$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};",
-                    "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f",
-                )
-                sums = [llvm.extractvalue(single, out, [i]) for i in range(4)]
-            columns += [vector_ops.from_elements(ir.VectorType.get((2,), single), sums[i : i + 2]) for i in (0, 2)]
-        return _like(operands[0], columns)
-
-    return multiply(*[x for pair in pairs for x in pair])  # pyright: ignore[reportCallIssue]
-
-
-def _transpose_blocks(interpret, x) -> Any:
-    """Every 16 x 16 block of the float16 [C, SUB] transposed."""
-    if interpret is not None:
-        return x.reshape(-1, SUB, SUB).swapaxes(1, 2).reshape(C, SUB)
-
-    @plgpu.inline_mgpu(arg_types=(WGMMA,), return_type=plgpu.ShapeDtypeStruct((C, SUB), jnp.dtype(f16), layout=WGMMA))
-    def transpose(_, x):
-        word = ir.IntegerType.get_signless(32)
-        registers = x.registers.flat
-        turned = [
-            llvm.inline_asm(word, [_bits(r, word)], "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r")
-            for r in (registers[0], registers[2], registers[1], registers[3])
-        ]
-        return _like(x, [_bits(r, registers[0].type) for r in turned])
-
-    return transpose(x)  # pyright: ignore[reportCallIssue]
+def _inline_asm(results, operands, text, constraints, *, effects=False):
+    """The results of PTX, a list; `results` are their types."""
+    if not results:
+        kind = ir.Type.parse("!llvm.void")
+    else:
+        kind = results[0] if len(results) == 1 else llvm.StructType.get_literal(results)
+    out = llvm.inline_asm(kind, operands, text, constraints, has_side_effects=effects)
+    if len(results) < 2:
+        return [out][: len(results)]
+    return [llvm.extractvalue(x, out, [i]) for i, x in enumerate(results)]
 
 
 def _bits(register, kind):
@@ -348,47 +306,387 @@ def _like(array, registers):
     return mgpu.FragmentedArray(_registers=shaped, _layout=array.layout, _is_signed=None)
 
 
-def _running_sum(interpret, ref) -> Any:
-    """The sums of the first elements of a vector [C] in shared memory, every element included in its own."""
+def _row_vector(registers):
+    """The float32 [C] in the layout ROW of which a lane has these two elements."""
+    zero = arith.constant(ir.F32Type.get(), 0.0)
+    vector, elements = mgpu.FragmentedArray.splat(zero, (C,), layout=ROW.to_mgpu()), iter(registers)
+    return vector.foreach(lambda *_: next(elements), create_array=True)
+
+
+def _shared_address(memory):
+    """Where a reference to shared memory begins."""
+    word = ir.IntegerType.get_signless(32)
+    base, offset, *_ = memref.extract_strided_metadata(memory)
+    itemsize = mgpu.bytewidth(ir.MemRefType(memory.type).element_type)
+    offset = arith.muli(arith.index_cast(word, offset), arith.constant(word, itemsize))
+    return arith.addi(arith.index_cast(word, memref.extract_aligned_pointer_as_index(base)), offset)
+
+
+class _Warp:
+    """Instructions of one warp that Pallas does not have.
+
+    A block of 16 x 16 elements of 16 bits is four registers of two elements, its 8 x 8 quarters (upper left, lower
+    left, upper right, lower right): the left operand of `mma.sync`, and what an array in the layout WGMMA has of a
+    block. The right operand takes, for each half of its columns, the two transposed quarters above one another: what
+    `transposed` returns in pairs.
+    """
+
+    def __init__(self):
+        self.word, self.single = ir.IntegerType.get_signless(32), ir.F32Type.get()
+        self.lane = _inline_asm([self.word], [], "mov.u32 $0, %laneid;", "=r")[0]
+        self.index = arith.andi(mgpu.warp_idx(), self.number(3))
+        # Of the two elements of a quarter that the lane has: their row, and the column of the first.
+        self.row = arith.shrui(self.lane, self.number(2))
+        self.column = arith.shli(arith.andi(self.lane, self.number(3)), self.number(1))
+        # The lane's share of an access to a block in a tile of rows of 128 bytes: 16 bytes, swizzled.
+        line = arith.andi(self.lane, self.number(15))
+        piece = arith.xori(arith.shrui(self.lane, self.number(4)), arith.andi(self.lane, self.number(7)))
+        self.share = arith.addi(arith.shli(line, self.number(7)), arith.shli(piece, self.number(4)))
+
+    def number(self, n):
+        return arith.constant(self.word, n)
+
+    def real(self, x):
+        return arith.constant(self.single, x)
+
+    def compare(self, predicate, x, y):
+        y = self.number(y) if isinstance(y, int) else y
+        return arith.cmpi(getattr(arith.CmpIPredicate, predicate), x, y)
+
+    def elements(self, predicate, value):
+        """A quarter with `value` where its rows compare so with its columns, else zeros."""
+        low, high = [
+            arith.select(self.compare(predicate, self.row, column), self.number(bits), self.number(0))
+            for column, bits in ((self.column, value), (arith.addi(self.column, self.number(1)), value << 16))
+        ]
+        return arith.ori(low, high)
+
+    def address(self, base, row, column):
+        """Where the lane accesses a block, by the numbers of its row and column of blocks, in the tile at `base`."""
+        column = self.number(column) if isinstance(column, int) else column
+        base = arith.addi(base, arith.xori(self.share, arith.shli(column, self.number(5))))
+        return arith.addi(base, self.number(row * SUB * 2 * LINE))
+
+    def load(self, address, kind=""):
+        text = f"ldmatrix.sync.aligned.m8n8.x4{kind}.shared.b16 {{$0,$1,$2,$3}}, [$4];"
+        return _inline_asm([self.word] * 4, [address], text, "=r,=r,=r,=r,r,~{memory}", effects=True)
+
+    def transposed(self, address):
+        quarters = self.load(address, ".trans")
+        return quarters[:2], quarters[2:]
+
+    def store(self, address, block, where=None):
+        """`where`: the same in all lanes."""
+        instruction = "stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0], {$1,$2,$3,$4};"
+        operands, constraints = [address, *block], "r,r,r,r,r,~{memory}"
+        if where is not None:
+            instruction = "{.reg .pred here; setp.ne.u32 here, $5, 0; @here " + instruction + "}"
+            operands, constraints = [*operands, arith.extui(self.word, where)], "r," + constraints
+        _inline_asm([], operands, instruction, constraints, effects=True)
+
+    def load_float(self, base, index):
+        address = arith.addi(base, arith.shli(index, self.number(2)))
+        return _inline_asm([self.single], [address], "ld.shared.f32 $0, [$1];", "=f,r,~{memory}", effects=True)[0]
+
+    def store_float(self, base, index, x):
+        address = arith.addi(base, arith.shli(index, self.number(2)))
+        _inline_asm([], [address, x], "st.shared.f32 [$0], $1;", "r,f,~{memory}", effects=True)
+
+    def turn(self, quarter):
+        return _inline_asm([self.word], [quarter], "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r")[0]
+
+    def from_lane(self, x, lane):
+        lane = self.number(lane) if isinstance(lane, int) else lane
+        text = "shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;"
+        return _inline_asm([self.single], [x, lane], text, "=f,f,r")[0]
+
+    def running_sum(self, x):
+        """Over the lanes, every lane included in its own."""
+        for distance in (1, 2, 4, 8, 16):
+            add_lower = (
+                "{.reg .pred has; .reg .f32 lower;"
+                f"shfl.sync.up.b32 lower|has, $1, {distance}, 0, 0xffffffff;"
+                "mov.f32 $0, $1; @has add.f32 $0, $1, lower;}"
+            )
+            x = _inline_asm([self.single], [x], add_lower, "=&f,f")[0]
+        return x
+
+    def approximate(self, function, x):
+        return _inline_asm([self.single], [x], f"{function}.approx.ftz.f32 $0, $1;", "=f,f")[0]
+
+    def product(self, left, right, added=None, kind="f16"):
+        """float32 [16, 8], four elements: left @ right + added. Of half the operands, [16, 8] @ [8, 8]."""
+        operands = [*left, *right, *([self.real(0.0)] * 4 if added is None else added)]
+        numbers = iter(range(4 + len(operands)))
+        groups = ["{" + ",".join(f"${next(numbers)}" for _ in range(n)) + "}" for n in (4, len(left), len(right), 4)]
+        text = f"mma.sync.aligned.m16n8k{4 * len(left)}.row.col.f32.{kind}.{kind}.f32 {', '.join(groups)};"
+        constraints = ["=f"] * 4 + ["r"] * (len(left) + len(right)) + ["f"] * 4
+        return _inline_asm([self.single] * 4, operands, text, ",".join(constraints))
+
+    def rounded(self, x):
+        """The two quarters of a `product`, in float16."""
+        text = "cvt.rn.f16x2.f32 $0, $2, $1;"
+        return [_inline_asm([self.word], x[i : i + 2], text, "=r,f,f")[0] for i in (0, 2)]
+
+    def times(self, *pairs):
+        """The sum of products of blocks, a block; the right ones as `transposed` returns them."""
+        quarters = []
+        for half in range(2):
+            x = None
+            for left, right in pairs:
+                x = self.product(left, right[half], x)
+            quarters += self.rounded(x)
+        return quarters
+
+
+def _sum_of_squares(interpret, *tiles) -> Any:
+    """Of the rows of 16-bit [C, LINE] arrays side by side: the diagonal of their product with their own transpose."""
     if interpret is not None:
-        return jnp.cumsum(ref[...])
+        return sum(jnp.sum(jnp.square(x.astype(f32)), axis=1) for x in tiles)
+
+    kind = "bf16" if tiles[0].dtype == jnp.bfloat16 else "f16"
 
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(),), return_type=plgpu.ShapeDtypeStruct((C,), jnp.dtype(f32), layout=ROW)
+        arg_types=(WGMMA,) * len(tiles), return_type=plgpu.ShapeDtypeStruct((C,), jnp.dtype(f32), layout=ROW)
     )
-    def add_up(_, source):
-        single, word = ir.F32Type.get(), ir.IntegerType.get_signless(32)
+    def add_up(_, *tiles):
+        warp = _Warp()
+        registers = [_bits(r, warp.word) for tile in tiles for r in tile.registers.flat]
+        odd = warp.compare("ne", arith.andi(warp.row, warp.number(1)), 0)
+        owner = arith.addi(arith.shli(warp.row, warp.number(2)), arith.shrui(warp.row, warp.number(1)))
+        sums = []
+        for half in range(2):  # rows 0 to 7, then 8 to 15, of the warp's 16
+            # The left operand is two neighbouring quarters of these rows, one above the other, the right one either:
+            # half of the result is used. What lies above one another in the block would have to be moved to be one.
+            rows = registers[half::2]
+            upper = lower = [warp.real(0.0)] * 4
+            for pair in zip(rows[::2], rows[1::2], strict=True):
+                upper = warp.product(pair, pair[:1], upper, kind)
+                lower = warp.product(pair, pair[1:], lower, kind)
+            on_diagonal = arith.select(odd, arith.addf(upper[1], lower[3]), arith.addf(upper[0], lower[2]))
+            sums.append(warp.from_lane(on_diagonal, owner))
+        return _row_vector(sums)
 
-        def from_lane(x, lane):
-            shuffle = "shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;"
-            return llvm.inline_asm(single, [x, lane], shuffle, "=f,f,r")
+    return add_up(*tiles)  # pyright: ignore[reportCallIssue]
 
-        def number(n):
-            return arith.constant(word, n)
 
-        # Every warp adds up all of it: a lane has element `lane` of the first half and of the second.
-        lane, halves = llvm.inline_asm(word, [], "mov.u32 $0, %laneid;", "=r"), []
+def _lower(interpret, x) -> Any:
+    """The 16-bit [C, C] with zeros above the diagonal, whatever was there."""
+    if interpret is not None:
+        return jnp.tril(x)
+
+    @plgpu.inline_mgpu(arg_types=(WGMMA,), return_type=plgpu.ShapeDtypeStruct((C, C), x.dtype, layout=WGMMA))
+    def select(_, x):
+        """By bits: a register holds two elements, which a select would take apart."""
+        warp = _Warp()
+        on_and_below = warp.elements("uge", 0xFFFF)
+
+        def all_if(predicate, block):
+            return arith.select(warp.compare(predicate, warp.index, block), warp.number(-1), warp.number(0))
+
+        registers = []
+        for n, register in enumerate(x.registers.flat):
+            block, quarter = n // 4, n % 4
+            keep = all_if("ugt", block)
+            if quarter == 1:
+                keep = all_if("uge", block)
+            elif quarter != 2:
+                keep = arith.ori(keep, arith.andi(all_if("eq", block), on_and_below))
+            registers.append(_bits(arith.andi(_bits(register, warp.word), keep), register.type))
+        return _like(x, registers)
+
+    return select(x)  # pyright: ignore[reportCallIssue]
+
+
+def _put_lower(interpret, ref, alias, value):
+    """Stores the 16 x 16 blocks on and below the diagonal of float16 [C, C]. `alias`: `ref` without its tiling."""
+    if interpret is not None:
+        r, c = [lax.broadcasted_iota(i32, (C, C), axis) for axis in range(2)]
+        ref[...] = jnp.where(r // SUB >= c // SUB, value, 0.0).astype(f16)
+        return
+
+    @plgpu.inline_mgpu(arg_types=(WGMMA, plgpu.RefType()))
+    def put(_, x, memory):
+        warp = _Warp()
+        base = arith.addi(_shared_address(memory), arith.muli(warp.index, warp.number(SUB * 2 * LINE)))
+        registers = [_bits(r, warp.word) for r in x.registers.flat]
+        for j in range(C // SUB):
+            lower = warp.compare("uge", warp.index, j)
+            warp.store(warp.address(base, 0, j), registers[4 * j : 4 * j + 4], where=lower)
+
+    put(value, alias)  # pyright: ignore[reportCallIssue]
+
+
+def _invert(interpret, ref, alias):
+    """(I - N)^-1 of two matrices N of which `_put_lower` has stored the blocks, in place: [2, C, C].
+
+    N is what lies strictly below the diagonal. Above it there are zeros before and after. Two warps share a matrix:
+    each inverts the half of it that lies on the diagonal, and the second then makes the block below.
+    """
+    if interpret is not None:
+        for n in range(2):
+            ref[n] = _inverse(ref[n])
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
+    def invert(_, memory):
+        warp = _Warp()
+        number, rounded, turn, zero = warp.number, warp.rounded, warp.turn, warp.number(0)
+        head, second = arith.shrui(warp.index, number(1)), arith.andi(warp.index, number(1))
+        base = arith.addi(_shared_address(memory), arith.muli(head, number(2 * C * C)))
+        own = arith.addi(base, arith.muli(second, number(2 * SUB * 2 * LINE)))
+        is_second = warp.compare("ne", second, 0)
+        strictly_below, strictly_above = warp.elements("ugt", 0xFFFF), warp.elements("ult", 0xFFFF)
+        identity = warp.elements("eq", 0x3C00)
+
+        def address(row, column):
+            """Of a block in the warp's own half."""
+            return warp.address(own, row, arith.addi(arith.shli(second, number(1)), number(column)))
+
+        def diagonal(address):
+            """The inverse of a block on the diagonal, as left and as right operand."""
+
+            def twice(left, right, added=None):
+                """Products of two pairs of quarters: the left ones above one another are one operand."""
+                upper, lower = [warp.product(left, [x], added) for x in right]
+                return upper[:2] + lower[2:]
+
+            def plus_identity(x):
+                return [arith.ori(q, identity) for q in x]  # there are only zeros on the diagonal
+
+            n, n_t = warp.load(address), warp.load(address, ".trans")
+            n1 = [arith.andi(n[i], strictly_below) for i in (0, 3)]
+            n1_t = [arith.andi(n_t[i], strictly_above) for i in (0, 3)]
+            # 8 x 8: (I + N)(I + N^2)(I + N^4), exact because N^8 = 0
+            n2, n2_t = rounded(twice(n1, n1_t)), rounded(twice(n1_t, n1))
+            n4_t = rounded(twice(n2_t, n2))
+            x = twice(plus_identity(n1), plus_identity(n2_t))
+            upper, lower = rounded(twice(rounded(x), n4_t, x))
+            # 8 -> 16: the quarter below the diagonal becomes X22 N21 X11
+            upper_t = turn(upper)
+            below = rounded(warp.product([lower, lower], n_t[1:2]))[1]
+            below = rounded(warp.product([below, below], [upper_t]))[1]
+            return [upper, below, zero, lower], ((upper_t, turn(below)), (zero, turn(lower)))
+
+        (x0, x0_t), (x1, _) = diagonal(address(0, 0)), diagonal(address(1, 1))
+        warp.store(address(0, 0), x0)
+        warp.store(address(1, 1), x1)
+        # 16 -> 32
+        x10 = warp.times((warp.times((x1, warp.transposed(address(1, 0)))), x0_t))
+        warp.store(address(1, 0), x10)
+        # 32 -> 64
+        barrier = arith.addi(number(8), arith.shrui(mgpu.warp_idx(), number(1)))  # the lower numbers are taken
+
+        def meet(kind):
+            _inline_asm([], [barrier], f"bar.{kind} $0, 64;", "r,~{memory}", effects=True)
+
+        with mgpu.when(warp.compare("eq", second, 0)):
+            meet("arrive")
+        with mgpu.when(is_second):
+            n = [[warp.transposed(warp.address(base, i, j)) for j in range(2)] for i in (2, 3)]
+            left = (
+                [warp.times((x0, n[0][j])) for j in range(2)],
+                [warp.times((x10, n[0][j]), (x1, n[1][j])) for j in range(2)],
+            )
+            meet("sync")
+            y0, y10, y1 = [warp.transposed(warp.address(base, i, j)) for i, j in ((0, 0), (1, 0), (1, 1))]
+            for i in range(2):
+                warp.store(warp.address(base, 2 + i, 0), warp.times((left[i][0], y0), (left[i][1], y10)))
+                warp.store(warp.address(base, 2 + i, 1), warp.times((left[i][1], y1)))
+
+    invert(alias)  # pyright: ignore[reportCallIssue]
+
+
+def _inverse(n):
+    """What `_invert` does to one matrix, with the same roundings."""
+
+    def dot(*pairs) -> Any:
+        return sum(x.astype(f32) @ y.astype(f32) for x, y in pairs)
+
+    def rounded(*pairs):
+        return dot(*pairs).astype(f16)
+
+    def diagonal(n):
+        n1 = jnp.tril(n, -1)
+        eye = jnp.eye(8, dtype=f16)
+        quarters = []
+        for i in range(2):
+            q = n1[8 * i : 8 * i + 8, 8 * i : 8 * i + 8]
+            n2 = rounded((q, q))
+            x = dot((q + eye, n2 + eye))
+            quarters.append((x + dot((x.astype(f16), rounded((n2, n2))))).astype(f16))
+        upper, lower = quarters
+        below = rounded((rounded((lower, n1[8:, :8])), upper))
+        return jnp.block([[upper, jnp.zeros_like(upper)], [below, lower]])
+
+    def block(i, j):
+        return n[SUB * i : SUB * (i + 1), SUB * j : SUB * (j + 1)]
+
+    x = [diagonal(block(i, i)) for i in range(4)]
+    pairs = [rounded((rounded((x[i + 1], block(i + 1, i))), x[i])) for i in (0, 2)]
+    first = [rounded((x[2], block(2, j))) for j in range(2)]
+    last = [rounded((pairs[1], block(2, j)), (x[3], block(3, j))) for j in range(2)]
+    zero = jnp.zeros_like(x[0])
+    rows = [[x[0], zero, zero, zero], [pairs[0], x[1], zero, zero]]
+    for u, right in ((first, [x[2], zero]), (last, [pairs[1], x[3]])):
+        rows.append([rounded((u[0], x[0]), (u[1], pairs[0])), rounded((u[1], x[1])), *right])
+    return jnp.block(rows)
+
+
+def _gate_vectors(interpret, decays, betas, norms, vectors, factors, scale):
+    """What the gates of two heads make of a chunk: the vectors for `_pass`, and what scales columns of W and rows of R.
+
+    Args:
+        decays, betas: of either head, [C] in shared memory.
+        norms: reciprocal norms of keys and queries, [2, C].
+        vectors: to be filled for either head, [2, NUM_VECTORS * C].
+        factors: likewise, [2, 2, C]: beta times `scale`, and beta times the decay from a token to the chunk's end.
+        scale: of the queries.
+    """
+    if interpret is not None:
+        for n in range(2):
+            gamma = jnp.cumsum(jnp.maximum(jnp.log2(decays[n][...]), LOG2_MIN))
+            beta = betas[n][...]
+            vectors[n] = jnp.concatenate([norms[0] * jnp.exp2(gamma), norms[1] * (scale * jnp.exp2(gamma)), gamma])
+            factors[n] = jnp.stack([beta * scale, beta * jnp.exp2(gamma[-1] - gamma)])
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * 7)
+    def fill(_, *memory):
+        """A warp has one half of the tokens of one head, a lane one of them."""
+        warp = _Warp()
+        number = warp.number
+        head, half = arith.shrui(warp.index, number(1)), arith.andi(warp.index, number(1))
+        token = arith.addi(warp.lane, arith.shli(half, number(5)))
+        (stride,), _ = ir.MemRefType(memory[0].type).get_strides_and_offset()
+        *gates, norms, vectors, factors = map(_shared_address, memory)
+        decays, betas = [arith.select(warp.compare("ne", head, 0), gates[i + 1], gates[i]) for i in (0, 2)]
+        vectors = arith.addi(vectors, arith.muli(head, number(4 * NUM_VECTORS * C)))
+        factors = arith.addi(factors, arith.muli(head, number(4 * 2 * C)))
+
+        def gate(base, token):
+            return warp.load_float(base, arith.muli(token, number(stride)))
+
+        def put(base, n, x):
+            warp.store_float(base, arith.addi(token, number(n * C)), x)
+
+        sums = []
         for first in (0, 32):
-            x = memref.load(source, [arith.index_castui(ir.IndexType.get(), arith.addi(lane, number(first)))])
-            for distance in (1, 2, 4, 8, 16):
-                add_lower = (
-                    "{.reg .pred has; .reg .f32 lower;"
-                    f"shfl.sync.up.b32 lower|has, $1, {distance}, 0, 0xffffffff;"
-                    "mov.f32 $0, $1; @has add.f32 $0, $1, lower;}"
-                )
-                x = llvm.inline_asm(single, [x], add_lower, "=&f,f")
-            halves.append(x)
-        halves[1] = arith.addf(halves[1], from_lane(halves[0], number(31)))
+            logs = warp.approximate("lg2", gate(decays, arith.addi(warp.lane, number(first))))
+            sums.append(warp.running_sum(arith.maximumf(logs, warp.real(LOG2_MIN))))
+        sums[1] = arith.addf(sums[1], warp.from_lane(sums[0], 31))
+        gamma = arith.select(warp.compare("ne", half, 0), sums[1], sums[0])
+        decay = warp.approximate("ex2", gamma)
+        rk, rq = [warp.load_float(norms, arith.addi(token, number(n * C))) for n in range(2)]
+        put(vectors, K_SCALE, arith.mulf(rk, decay))
+        put(vectors, Q_SCALE, arith.mulf(rq, arith.mulf(warp.real(scale), decay)))
+        put(vectors, LOG_GAMMA, gamma)
+        beta = gate(betas, token)
+        put(factors, 0, arith.mulf(beta, warp.real(scale)))
+        to_end = warp.approximate("ex2", arith.subf(warp.from_lane(sums[1], 31), gamma))
+        put(factors, 1, arith.mulf(beta, to_end))
 
-        def element(_, idx):
-            row = arith.index_castui(word, idx[0])
-            in_second = arith.cmpi(arith.CmpIPredicate.uge, row, number(32))  # the same in all of a warp
-            return from_lane(arith.select(in_second, halves[1], halves[0]), arith.andi(row, number(31)))
-
-        zero = mgpu.FragmentedArray.splat(arith.constant(single, 0.0), (C,), layout=ROW.to_mgpu())
-        return zero.foreach(element, create_array=True)
-
-    return add_up(ref)  # pyright: ignore[reportCallIssue]
+    fill(*decays, *betas, norms, vectors, factors)  # pyright: ignore[reportCallIssue]
 
 
 def _heads_at_once(group):
@@ -431,7 +729,6 @@ def _preparation(qkv, decay, batch, *, nk, nv, key_dim, max_slots, normalise, in
     width = _gate_columns(heads)
     halves = key_dim // LINE
     dtype = qkv.dtype
-    tile = (C, SUB)
     scale = key_dim**-0.5
 
     def work(operands, buffers, unit, count, place_of, written=None):
@@ -441,46 +738,42 @@ def _preparation(qkv, decay, batch, *, nk, nv, key_dim, max_slots, normalise, in
         `written(item, part)` is called once others may read the results of a place, if it has any.
         """
         qkv_g, decay_g, beta_g, slot_g, w_g, r_g, vec_g = operands
-        *refs, k_bar, q_bar, x_s, blocks_s = buffers
+        *refs, arrived, x_s, blocks_s = buffers
         refs = [ref.at[unit] for ref in (*refs, x_s, blocks_s)]
-        rows_s, tiles_s, keys_s, raw_s, w_s, vectors, gates, x_s, blocks_s = refs
+        rows_s, tiles_s, keys_s, raw_s, w_s, vectors, factors, norms, x_s, blocks_s = refs
 
         def look(n):
-            """Item, part, first token, tokens, and whether there is anything to do."""
+            """Item, part, first token, and tokens: at most 0 if there is nothing to do."""
             item, part, b, start, length, chunk = place_of(n)
             first = chunk * C
-            valid = jnp.minimum(length - first, C)
-            active = (n < count) & (item < items) & (first >= 0) & (valid > 0) & is_row_of(slot_g[b], max_slots)
-            return item, part, start + first, valid, active
-
-        def bars(stage):
-            return [bar.at[2 * unit + stage] for bar in (k_bar, q_bar)]
+            active = (n < count) & (item < items) & (first >= 0) & is_row_of(slot_g[b], max_slots)
+            return item, part, start + first, jnp.where(active, jnp.minimum(length - first, C), 0)
 
         def first_column(part):
             return jnp.minimum(lax.div(part * heads, i32(4)) * 4, columns - width)
 
         def bring(place, stage):
-            _, part, t0, _, active = place
+            _, part, t0, valid = place
             key_head = lax.div(part * heads, i32(group))
             tokens = pl.ds(t0, C)
 
-            @pl.when(active)
+            @pl.when(valid > 0)
             def _():
-                k_arrived, q_arrived = bars(stage)
-                for kind, source in enumerate((decay_g, beta_g)):
-                    source = source.at[tokens, pl.ds(first_column(part), width)]
-                    plgpu.copy_gmem_to_smem(source, raw_s.at[stage, kind], k_arrived)
-                for n, (head, bar) in enumerate(((nk + key_head, k_arrived), (key_head, q_arrived))):
+                bar = arrived.at[2 * unit + stage]
+                for n, head in enumerate((nk + key_head, key_head)):
                     for i in range(halves):
                         source = qkv_g.at[tokens, pl.ds(head * key_dim + i * LINE, LINE)]
                         plgpu.copy_gmem_to_smem(source, rows_s.at[stage, n, i], bar)
+                for kind, source in enumerate((decay_g, beta_g)):
+                    source = source.at[tokens, pl.ds(first_column(part), width)]
+                    plgpu.copy_gmem_to_smem(source, raw_s.at[stage, kind], bar)
 
         def finish(place):
             """Waits until the results of a place have left their buffers, or are where others may read them."""
-            item, part, *_, active = place
+            item, part, _, valid = place
             plgpu.wait_smem_to_gmem(0, wait_read_only=written is None)
             if written is not None:
-                pl.when(active)(partial(written, item, part))
+                pl.when(valid > 0)(partial(written, item, part))
 
         def step(n, carry):
             before, place = carry
@@ -490,205 +783,127 @@ def _preparation(qkv, decay, batch, *, nk, nv, key_dim, max_slots, normalise, in
                 finish(before)
                 bring(after, (n + 1) & 1)
 
-            active = place[-1]
+            active = place[-1] > 0
             pl.when(active)(lambda: compute(place, n & 1, turn_over))
             pl.when(jnp.logical_not(active))(turn_over)
             return place, after
 
         def compute(place, stage, turn_over):
-            item, part, _, valid, _ = place
-            k_arrived, q_arrived = bars(stage)
-            token = _iota((C,), 0, ROW)
+            item, part, _, valid = place
+            raw_tiles = tiles_s.at[stage]
+            plgpu.barrier_wait(arrived.at[2 * unit + stage])
 
-            def normalised(tiles):
-                """float16 rows of norm 1 and the reciprocal norms; zeros past the row's end, whatever lies there."""
-
-                @pl.when(valid < C)
-                def _():
-                    inside = _iota((C, LINE), 0) < valid
-                    for i in range(halves):
-                        x = plgpu.load(tiles.at[i], layout=WGMMA)
-                        tiles.at[i][...] = jnp.where(inside, x, jnp.zeros_like(x))
-                    plgpu.commit_smem()
-
-                raw = [plgpu.load(tiles.at[i], layout=WGMMA).astype(f32) for i in range(halves)]
-                if not normalise:
-                    return [x.astype(f16) for x in raw], _zeros((C,), f32, ROW) + 1.0
-                r = lax.rsqrt(sum(_row_sum(x * x) for x in raw) + EPS)
-                return [(x * _rows(r, LINE)).astype(f16) for x in raw], r
-
-            plgpu.barrier_wait(k_arrived)
-            key, rk = normalised(tiles_s.at[stage, 0])
-            key_s = keys_s.at[stage, 0]
-            for i in range(halves):
-                key_s.at[i][...] = key[i]
-            plgpu.barrier_wait(q_arrived)
-            query, rq = normalised(tiles_s.at[stage, 1])
-            plgpu.commit_smem()
-
-            def gram(kk_acc, qk_acc):
-                for i in range(halves):
-                    keys = key_s.at[i].transpose((1, 0))
-                    kk_acc.mma(key_s.at[i], keys)
-                    qk_acc.mma(query[i], keys)
-                return kk_acc.read(), qk_acc.read()
-
-            kk, qk = _accumulate(interpret, [(C, C), (C, C)], gram)
-            turn_over()
-            scores = jnp.where(_iota((C, C), 0) >= _iota((C, C), 1), qk, 0.0).astype(f16)
-
-            # Compact forms, [C, SUB]: what each 16-row block needs of the columns of one 16-column block.
-            r, c = _iota(tile, 0), _iota(tile, 1)
-            block = lax.shift_right_logical(r, i32(4))
-            k_tile = [kk[:, SUB * j : SUB * (j + 1)] for j in range(4)]
-            k_diag = jnp.where(
-                block == 0, k_tile[0],
-                jnp.where(block == 1, k_tile[1], jnp.where(block == 2, k_tile[2], k_tile[3])),
-            )  # fmt: skip
-            k_diag = jnp.where((r & 15) > c, k_diag, 0.0)
-            k_pair = jnp.where(block == 1, k_tile[0], jnp.where(block == 3, k_tile[2], 0.0))
-            k_quad = [jnp.where(block >= 2, k_tile[j], 0.0) for j in range(2)]
-            # Masks of blocks for 16-bit registers, which hold two elements: a product is one step, a select four.
-            token_block = lax.shift_right_logical(token, i32(4))
-            mask = [_rows(jnp.where(token_block == j, 1.0, 0.0), SUB).astype(f16) for j in range(4)]
-            same_eighth = (lax.shift_right_logical(r, i32(3)) & 1) == lax.shift_right_logical(c, i32(3))
-            near = jnp.where(same_eighth, -1.0, 0.0).astype(f16)
-            far = jnp.where(same_eighth, 0.0, 1.0).astype(f16)
-            identity = jnp.where((r & 15) == c, 1.0, 0.0).astype(f16)
-
-            def multiply(*pairs):
-                return _block_products(interpret, *pairs)
-
-            def turn(x):
-                return _transpose_blocks(interpret, x.astype(f16))
-
-            def publish(blocks, slot, x):
-                store(blocks.at[pl.ds(slot * C, C)], x)
-
-            def fetch(blocks, slot, distance):
-                """What the warp `distance` before this one has published in the slot.
-
-                The first warps get something from the slot before, which is multiplied by zero.
-                """
-                return _vector(blocks.at[pl.ds(slot * C - distance * SUB, C)], WGMMA)
-
-            def diagonal_inverse(beta):
-                """Inverses of the 16 x 16 diagonal blocks."""
-                # Rounded once, for all uses: on repeated keys the entries of the inverse are differences of
-                # equal numbers, and an error that all of them share would add up in W and R.
-                a = (k_diag * beta).astype(f16)
-                # 8 x 8: (I + N)(I + N^2)(I + N^4), exact because N^8 = 0
-                n1 = a * near
-                n2 = multiply((n1, turn(n1))).astype(f16)
-                n2_t = turn(n2)
-                x16 = n1 + identity
-                x = x16.astype(f32) + multiply((x16, n2_t))
-                x = x + multiply((x.astype(f16), turn(multiply((n2, n2_t)))))
-                # 8 -> 16: the block below the diagonal becomes -X22 L21 X11
-                x16 = x.astype(f16)
-                below = multiply((a * far, turn(x16)))
-                return (x - multiply((x16, turn(below)))).astype(f16)
-
-            def inverse(beta, blocks):
-                """The inverse, as four [C, SUB]."""
-                x = diagonal_inverse(beta)
-                for slot in range(2):
-                    publish(blocks, slot, turn(x))
-                warpgroup_barrier(interpret)
-                # 16 -> 32
-                by = [fetch(blocks, 1, distance) for distance in (1, 2, 3)]
-                pair = multiply(((k_pair * beta).astype(f16), by[0]))
-                pair = (multiply((x, turn(pair))) * -1.0).astype(f16)
-                publish(blocks, 2, turn(pair))
-                warpgroup_barrier(interpret)
-                # 32 -> 64
-                x00 = by[1] * mask[2] + by[2] * mask[3]
-                x10 = fetch(blocks, 2, 1) * mask[2] + fetch(blocks, 2, 2) * mask[3]
-                x11 = by[0] * mask[2] + by[1] * mask[3]
-                a = [(k * beta).astype(f16) for k in k_quad]
-                quad = turn(multiply((a[0], x00), (a[1], x10))), turn(multiply((a[1], x11)))
+            @pl.when(valid < C)
+            def _():
+                """Past the row's end zeros and decays of 1, whatever lies there."""
+                token, inside = _iota((C,), 0, ROW), _iota((C, LINE), 0) < valid
                 for n in range(2):
-                    publish(blocks, 1 + 2 * n, quad[n])
-                warpgroup_barrier(interpret)
-                z = [(multiply((x, quad[n]), (pair, fetch(blocks, 1 + 2 * n, 1))) * -1.0).astype(f16) for n in range(2)]
-                return [
-                    z[0] + pair * mask[1] + x * mask[0],
-                    z[1] + x * mask[1],
-                    pair * mask[3] + x * mask[2],
-                    x * mask[3],
-                ]
-
-            def product(left, right, shape):
-                def run(acc):
-                    acc.mma(left, right)
-                    return acc.read()
-
-                return _accumulate(interpret, [shape], run)
-
-            def one_head(n, _):
-                head = part * heads + n
-
-                def vector(k):
-                    return vectors.at[pl.ds(k * C, C)]
-
-                column = head - first_column(part)
-                decay, beta = [
-                    jnp.where(token < valid, _vector(raw_s.at[stage, kind, :, column], ROW), 1.0 - kind)
-                    for kind in range(2)
-                ]
-                store(gates.at[0], jnp.maximum(jnp.log2(decay), LOG2_MIN))
-                store(gates.at[1], beta * scale)
-                x = inverse(_rows(beta, SUB), blocks_s)
-                gamma = _running_sum(interpret, gates.at[0])
-                # The results of the head before have left their buffers, and all warps are through with the
-                # blocks, whose place X takes.
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                x_s[...] = jnp.concatenate(x, axis=1)
-                store(vector(LOG_GAMMA), gamma)
-                store(vector(K_SCALE), rk * jnp.exp2(gamma))
-                store(vector(Q_SCALE), rq * scale * jnp.exp2(gamma))
+                    for i in range(halves):
+                        x = plgpu.load(raw_tiles.at[n, i], layout=WGMMA)
+                        raw_tiles.at[n, i][...] = jnp.where(inside, x, jnp.zeros_like(x))
+                for kind in range(2):
+                    for i in range(width):
+                        gate = raw_s.at[stage, kind, :, i]
+                        store(gate, jnp.where(token < valid, _vector(gate, ROW), 1.0 - kind))
                 plgpu.commit_smem()
 
-                w = product(scores, x_s, (C, C))
-                ratio = _rows(gamma, C) - _cols(_vector(vector(LOG_GAMMA), COL), C)
-                # above the diagonal W is 0, and the ratio must not overflow there
-                w = w * jnp.exp2(jnp.minimum(ratio, 0.0))
-                w = (w * _cols(_vector(gates.at[1], COL), C)).astype(dtype)
-                for i in range(2):
-                    w_s.at[i][...] = w[:, i * HALF : (i + 1) * HALF]
-                gamma_end = vectors[(LOG_GAMMA + 1) * C - 1]
-                r_scale = _rows(beta * jnp.exp2(gamma_end - gamma), LINE)
-                r_s = tiles_s.at[stage, 1]  # the raw queries are in registers
+            def products(kk_acc, qk_acc):
+                raw_keys, raw_queries = raw_tiles.at[0], raw_tiles.at[1]
                 for i in range(halves):
-                    rows = product(x_s.transpose((1, 0)), key_s.at[i], (C, LINE))
-                    r_s.at[i][...] = (rows * r_scale).astype(dtype)
+                    keys = raw_keys.at[i].transpose((1, 0))
+                    kk_acc.mma(raw_keys.at[i], keys)
+                    qk_acc.mma(raw_queries.at[i], keys)
+                if not normalise:
+                    return kk_acc.read(), qk_acc.read()
+                key, query = [[plgpu.load(raw_tiles.at[n, i], layout=WGMMA) for i in range(halves)] for n in range(2)]
+                rk, rq = [lax.rsqrt(_sum_of_squares(interpret, *x) + EPS) for x in (key, query)]
+                store(norms.at[0], rk)
+                store(norms.at[1], rq)
+                key = [(x.astype(f32) * _rows(rk, LINE)).astype(f16) for x in key]
+                return kk_acc.read(), qk_acc.read(), rk, rq, *key
+
+            kk, qk, *normalised = _accumulate(interpret, [(C, C), (C, C)], products)
+            rk = rq = _zeros((C,), f32, ROW) + 1.0
+            if not normalise:
+                for n in range(2):
+                    store(norms.at[n], rk)
+            turn_over()  # and all warps are through with the products
+            key_s = (keys_s if normalise else tiles_s).at[stage, 0]
+            if normalise:
+                rk, rq, *key = normalised
+                columns_rk = _cols(_vector(norms.at[0], COL), C)
+                kk, qk = kk * columns_rk, qk * columns_rk * _rows(rq, C)
+                for i in range(halves):
+                    key_s.at[i][...] = key[i]
+            scores = _lower(interpret, qk.astype(f16))
+
+            def two_heads(pair, _):
+                at = [part * heads + jnp.minimum(2 * pair + n, heads - 1) - first_column(part) for n in range(2)]
+                decays, betas = [[raw_s.at[stage, kind, :, n] for n in at] for kind in range(2)]
+                pl.when(pair > 0)(lambda: plgpu.wait_smem_to_gmem(0, wait_read_only=True))
+                for n in range(min(2, heads)):
+                    # Rounded once, for all uses: on repeated keys the entries of the inverse are differences of
+                    # equal numbers, and an error that all of them share would add up in W and R.
+                    beta = _vector(betas[n], ROW) * rk
+                    _put_lower(interpret, x_s.at[n], blocks_s.at[n], (kk * _rows(-beta, C)).astype(f16))
+                warpgroup_barrier(interpret)
+                _gate_vectors(interpret, decays, betas, norms, vectors, factors, scale)
+                _invert(interpret, x_s, blocks_s)
+                plgpu.commit_smem()
+                lax.fori_loop(2 * pair, jnp.minimum(2 * pair + 2, heads), one_head, None)
+
+            def one_head(n, _):
+                head, slot = part * heads + n, n & 1
+                x, log_gamma = x_s.at[slot], vectors.at[slot, pl.ds(LOG_GAMMA * C, C)]
+                r_s = tiles_s.at[stage, 1]  # the raw queries are not needed any more
+
+                def results(w_acc, *r_acc):
+                    w_acc.mma(scores, x)
+                    for i in range(halves):
+                        r_acc[i].mma(x.transpose((1, 0)), key_s.at[i])
+                    ratio = _rows(_vector(log_gamma, ROW), C) - _cols(_vector(log_gamma, COL), C)
+                    ratio = jnp.exp2(ratio) * _cols(_vector(factors.at[slot, 0], COL), C)
+                    r_scale = _rows(_vector(factors.at[slot, 1], ROW), LINE)
+                    # The results of the head before have left their buffers.
+                    pl.when(n > 0)(lambda: plgpu.wait_smem_to_gmem(0, wait_read_only=True))
+                    # Above the diagonal the ratio may overflow.
+                    w = _lower(interpret, (w_acc.read(halves) * ratio).astype(dtype))
+                    for i in range(2):
+                        w_s.at[i][...] = w[:, i * HALF : (i + 1) * HALF]
+                    for i in range(halves):
+                        r_s.at[i][...] = (r_acc[i].read(halves - 1 - i) * r_scale).astype(dtype)
+
+                _accumulate(interpret, [(C, C)] + [(C, LINE)] * halves, results)
                 plgpu.commit_smem()
                 plgpu.copy_smem_to_gmem(w_s.at[0], w_g.at[item, head, pl.ds(0, C)])
                 plgpu.copy_smem_to_gmem(w_s.at[1, pl.ds(HALF, HALF)], w_g.at[item, head, pl.ds(C, HALF)])
                 plgpu.copy_smem_to_gmem(r_s, r_g.at[item, head])
-                plgpu.copy_smem_to_gmem(vectors, vec_g.at[item, head])
+                plgpu.copy_smem_to_gmem(vectors.at[slot], vec_g.at[item, head])
 
-            lax.fori_loop(0, heads, one_head, None)
+            lax.fori_loop(0, pl.cdiv(heads, 2), two_heads, None)
 
+        for n in range(2):
+            x_s.at[n][...] = _zeros((C, C), f16)  # what lies above the diagonal blocks stays
         place = look(0)
         bring(place, 0)
-        nothing = *place[:-1], jnp.bool_(False)
+        nothing = *place[:-1], jnp.int32(0)
         last, _ = lax.fori_loop(0, count, step, (nothing, place))
         finish(last)
 
-    # The blocks that warps exchange and X take one another's place.
-    overlay = [_swizzled((units, C, C), f16), plgpu.SMEM((units, 4 * C, SUB), f16)]
+    # X of two heads, for the products and for single warps.
+    overlay = [_swizzled((units, 2, C, C), f16), plgpu.SMEM((units, 2, C, C), f16)]
     tokens = (units, 2, 2, halves, C, LINE)
     buffers = [
         _copy_target(interpret, tokens, dtype, _swizzled(tokens, f16)),  # keys are normalised in place
         plgpu.SMEM((units, 2, 2, C, width), f32),
         _swizzled((units, 2, C, HALF), dtype),
-        plgpu.SMEM((units, NUM_VECTORS * C), f32),
+        plgpu.SMEM((units, 2, NUM_VECTORS * C), f32),
+        plgpu.SMEM((units, 2, 2, C), f32),
         plgpu.SMEM((units, 2, C), f32),
     ]
     if interpret is not None:  # where aliases are buffers of their own
         buffers.insert(1, _swizzled(tokens, f16))
-    barriers = [plgpu.Barrier(num_arrivals=n, num_barriers=2 * units) for n in (halves + 2, halves)]
+    barriers = [plgpu.Barrier(num_arrivals=2 * halves + 2, num_barriers=2 * units)]
     results = [
         jax.ShapeDtypeStruct((items, nv, C + HALF, HALF), dtype),
         jax.ShapeDtypeStruct((items, nv, halves, C, LINE), dtype),
