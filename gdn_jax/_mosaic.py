@@ -13,10 +13,12 @@ import math
 import jax
 import jax.experimental.mosaic.gpu as mgpu
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, memref
+from jaxlib.mlir.dialects import arith, llvm, memref, vector
 
 KEY_ROWS = 8
 EPS = 1e-6
@@ -133,6 +135,113 @@ def fetch_to_keep(ref, states_bytes, interpret) -> None:
             )
 
     fetch(ref)  # pyright: ignore[reportCallIssue]
+
+
+def _chunk_accesses(block, layout):
+    """Address of what a thread has of a block of float32 rows, and for each of its chunks where the vectors lie.
+
+    That is a list of places in the registers of the chunk and distances from the address in bytes.
+    """
+    index = ir.IndexType.get()
+    kind = ir.MemRefType(block.type)
+    (row_stride, _), _ = kind.get_strides_and_offset()
+    strides = layout.tiling.tile_strides((row_stride, 1))
+    base, at, *_ = memref.extract_strided_metadata(block)
+    base = memref.extract_aligned_pointer_as_index(base)
+    for indices in (layout.warp_indices(), layout.lane_indices()):
+        for i, stride in zip(indices, strides[-layout.tiled_tiling_rank :], strict=True):
+            at = arith.addi(at, arith.muli(arith.index_cast(index, i), mgpu.c(stride, index)))
+    address = arith.addi(base, arith.muli(at, mgpu.c(4, index)))
+    rows, columns = kind.shape
+    places = list(np.ndindex(layout.registers_shape((KEY_ROWS, columns))))
+    chunks = [
+        [(i, 4 * (chunk * row_stride + sum(a * b for a, b in zip(i, strides, strict=True)))) for i in places]
+        for chunk in range(0, rows, KEY_ROWS)
+    ]
+    return arith.index_cast(ir.IntegerType.get_signless(64), address), chunks
+
+
+def _words(count: int, first: int) -> str:
+    """Operands of an access of one, two or four words."""
+    names = ", ".join(f"${first + i}" for i in range(count))
+    return f"{{{names}}}" if count > 1 else names
+
+
+_VECTOR = {1: "", 2: ".v2", 4: ".v4"}
+
+
+def load_chunks(block, layout, exists, states_bytes, interpret) -> list[jax.Array]:
+    """The chunks of a block of float32 states in global memory, zeros if they do not exist yet.
+
+    All loads are on their way at once. They keep their lines in the L2 cache under the same condition as
+    `fetch_to_keep`, and for the same reason.
+    """
+    count, columns = block.shape[0] // KEY_ROWS, block.shape[1]
+    if interpret is not None:
+        parts = [load(block.at[pl.ds(i * KEY_ROWS, KEY_ROWS)], layout) for i in range(count)]
+        return [jnp.where(exists, part, zeros(part.shape, layout)) for part in parts]
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT),
+        return_type=[plgpu.ShapeDtypeStruct((KEY_ROWS, columns), jnp.float32, layout)] * count,
+    )
+    def loads(_, block, exists):
+        f32, i64 = ir.F32Type.get(), ir.IntegerType.get_signless(64)
+        tiled = layout.to_mgpu()
+        n = tiled.vector_length
+        address, chunks = _chunk_accesses(block, tiled)
+        operands, hint = [exists.registers.item(), address], ""
+        if states_bytes > _L2_BYTES:
+            operands.append(llvm.inline_asm(i64, [], "createpolicy.fractional.L2::evict_last.b64 $0, 1.0;", "=l"))
+            hint = ".L2::cache_hint"
+        policy = f", ${n + 2}" if hint else ""
+        # By a predicate, not by a branch: the loads are then issued in a row.
+        clear = " ".join(f"mov.f32 ${i}, 0f00000000;" for i in range(n))
+        begin = f"{{ .reg .pred p; setp.ne.b32 p, ${n}, 0; {clear} @p ld.global{hint}{_VECTOR[n]}.f32 {_words(n, 0)}, "
+        result = f32 if n == 1 else llvm.StructType.get_literal([f32] * n)
+        constraints = ",".join(["=&f"] * n + ["r"] + ["l"] * (len(operands) - 1))
+        arrays = []
+        for chunk in chunks:
+            registers = np.empty(tiled.registers_shape((KEY_ROWS, columns)), dtype=object)
+            for i, distance in chunk:
+                text = f"{begin}[${n + 1}+{distance}]{policy}; }}"
+                loaded = llvm.inline_asm(result, operands, text, constraints, has_side_effects=True)
+                parts = [loaded] if n == 1 else [llvm.extractvalue(f32, loaded, [j]) for j in range(n)]
+                registers[i] = vector.from_elements(ir.VectorType.get((n,), f32), parts)
+            arrays.append(mgpu.FragmentedArray(_registers=registers, _layout=tiled, _is_signed=None))
+        return arrays
+
+    return loads(block, exists.astype(jnp.int32))  # pyright: ignore[reportCallIssue]
+
+
+def store_chunks(block, layout, chunks, interpret) -> None:
+    """Writes what `load_chunks` loads.
+
+    A compiler takes a reference to global memory for one to any memory, so it lets nothing be loaded from shared
+    memory after the first of its stores; these are to global memory by name.
+    """
+    if interpret is not None:
+        for i, chunk in enumerate(chunks):
+            store(block.at[pl.ds(i * KEY_ROWS, KEY_ROWS)], chunk)
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), [layout] * len(chunks)))
+    def stores(_, block, arrays):
+        tiled = layout.to_mgpu()
+        n = tiled.vector_length
+        address, places = _chunk_accesses(block, tiled)
+        for array, chunk in zip(arrays, places, strict=True):
+            for i, distance in chunk:
+                parts = [vector.extract(array.registers[i], [], [j]) for j in range(n)]
+                llvm.inline_asm(
+                    ir.Type.parse("!llvm.void"),
+                    [address, *parts],
+                    f"st.global{_VECTOR[n]}.f32 [$0+{distance}], {_words(n, 1)};",
+                    ",".join(["l"] + ["f"] * n),
+                    has_side_effects=True,
+                )
+
+    stores(block, list(chunks))  # pyright: ignore[reportCallIssue]
 
 
 def along_values(x, tile: int, layout) -> jax.Array:

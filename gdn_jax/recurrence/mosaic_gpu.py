@@ -28,10 +28,12 @@ from gdn_jax._mosaic import (
     fetch_to_keep,
     is_row_of,
     load,
+    load_chunks,
     rounded_product,
     row_layout,
     state_layout,
     store,
+    store_chunks,
     update,
     value_tile,
     vector_layout,
@@ -540,26 +542,50 @@ def run_rows(tokens, rows, pool, ring=None, ring_slot_idx=None, *, plan=None, in
                 whole.store(state_g, state)
 
         def whole_rows():
-            """One token: two passes over the tile in shared memory, so that few registers hold many programs.
-
-            It comes in pieces, the first of which are read before the last are there, and goes home from registers.
-            """
-            partial_s, state_s, arrived = scratch
+            """One token: a tile of float32 in registers, one of a 16-bit type, which has more elements, in shared memory."""
             part = Rows(tile)
             columns = pl.ds(v0, tile)
-            size = key_dim // num_pieces
-            pieces = [pl.ds(i * size, size) for i in range(num_pieces)]
-            unroll = math.gcd(size // KEY_ROWS, _UNROLL)
-            rounds = size // KEY_ROWS // unroll
+            block = pool_g.at[slot, h, :, columns]
+            states_bytes = batch * num_value_heads * key_dim * value_dim * pool.dtype.itemsize
+            partial_s, *scratch_of_16_bit = scratch
 
-            @pl.when(end - start == 1)
-            def _():
-                states_bytes = batch * num_value_heads * key_dim * value_dim * pool.dtype.itemsize
-                fetch_to_keep(pool_g.at[slot, h, :, columns], states_bytes, interpret)
+            def begin():
+                value = load(qkv_g.at[start, pl.ds(value_at + v0, tile)], part.value_layout)
+                return value, stage_token(qkv_g, decay_g, beta_g, start, h, keys_s, queries_s, gates_s)
+
+            def finish(sums, value, gates):
+                """Writes the output, and returns the delta factor repeated over the rows of a chunk."""
+                out, factor = token_output(part.finish(sums, partial_s), value, gates)
+                # The query has been read by all.
+                factor_s = token_s.at[1, pl.ds(0, tile)]
+                store(factor_s, factor)
+                store(out_g.at[start, out_columns], out)
+                plgpu.commit_smem()
+                return along_keys(load(factor_s, part.factor_layout), KEY_ROWS, part.layout)
+
+            def in_registers():
+                """All loads are issued at once, with the policy that bulk copies cannot be given."""
+                state = load_chunks(block, part.layout, has_state, states_bytes, interpret)
+                value, gates = begin()
+                keys, queries = (part.load_keys([ref.at[c] for c in chunks]) for ref in (keys_s, queries_s))
+                spread = finish(add_products((part.zeros(), part.zeros()), state, keys, queries), value, gates)
+                keys = part.load_keys([keys_s.at[c] for c in chunks])
+                store_chunks(block, part.layout, part.update(state, keys, spread, gates[0]), interpret)
+
+            def in_shared_memory():
+                """Two passes over the tile, so that few registers hold many programs.
+
+                It comes in pieces, the first of which are read before the last are there, and goes home from registers.
+                """
+                state_s, arrived = scratch_of_16_bit
+                size = key_dim // num_pieces
+                pieces = [pl.ds(i * size, size) for i in range(num_pieces)]
+                unroll = math.gcd(size // KEY_ROWS, _UNROLL)
+                rounds = size // KEY_ROWS // unroll
+                fetch_to_keep(block, states_bytes, interpret)
                 for i, piece in enumerate(pieces):
                     plgpu.copy_gmem_to_smem(pool_g.at[slot, h, piece, columns], state_s.at[piece], arrived.at[i])
-                value = load(qkv_g.at[start, pl.ds(value_at + v0, tile)], part.value_layout)
-                gates = stage_token(qkv_g, decay_g, beta_g, start, h, keys_s, queries_s, gates_s)
+                value, gates = begin()
 
                 def some(i, r):
                     first = (i * rounds + r) * unroll
@@ -586,13 +612,7 @@ def run_rows(tokens, rows, pool, ring=None, ring_slot_idx=None, *, plan=None, in
                         )
 
                     sums = lax.fori_loop(0, rounds, read, sums)
-                out, factor = token_output(part.finish(sums, partial_s), value, gates)
-                # The query has been read by all.
-                factor_s = token_s.at[1, pl.ds(0, tile)]
-                store(factor_s, factor)
-                store(out_g.at[start, out_columns], out)
-                plgpu.commit_smem()
-                spread = along_keys(load(factor_s, part.factor_layout), KEY_ROWS, part.layout)
+                spread = finish(sums, value, gates)
 
                 def write(r, _):
                     at = some(0, r)
@@ -603,6 +623,8 @@ def run_rows(tokens, rows, pool, ring=None, ring_slot_idx=None, *, plan=None, in
                     return 0
 
                 lax.fori_loop(0, num_pieces * rounds, write, 0)
+
+            pl.when(end - start == 1)(in_registers if pool.dtype == jnp.float32 else in_shared_memory)
 
             @pl.when(end - start > 1)
             def _():
@@ -1054,11 +1076,9 @@ def run_rows(tokens, rows, pool, ring=None, ring_slot_idx=None, *, plan=None, in
         if ring is not None:
             scratch.append(plgpu.SMEM((tile,), f32))
         if plan.rows:
-            scratch += [
-                plgpu.SMEM((2, KEY_ROWS, tile), f32),
-                plgpu.SMEM((key_dim, tile), pool.dtype),
-                plgpu.Barrier(num_barriers=num_pieces),
-            ]
+            scratch.append(plgpu.SMEM((2, KEY_ROWS, tile), f32))
+            if pool.dtype != f32:
+                scratch += [plgpu.SMEM((key_dim, tile), pool.dtype), plgpu.Barrier(num_barriers=num_pieces)]
     kernel = plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((num_tokens, num_value_heads * value_dim), qkv.dtype),
