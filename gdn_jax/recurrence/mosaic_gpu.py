@@ -37,6 +37,7 @@ from gdn_jax._mosaic import (
     update,
     value_tile,
     vector_layout,
+    widen,
     zeros,
 )
 
@@ -433,7 +434,8 @@ def run_rows(tokens, rows, pool, ring=None, ring_slot_idx=None, *, plan=None, in
             return zeros((KEY_ROWS, self.width), self.layout)
 
         def load(self, refs):
-            return [load(ref, self.layout) for ref in refs]
+            parts = [plgpu.load(ref, layout=self.layout, optimized=False) for ref in refs]
+            return [widen(part, self.layout, interpret) for part in parts]
 
         def load_keys(self, refs):
             return [along_values(load(ref, self.key_layout), self.width, self.layout) for ref in refs]
@@ -542,7 +544,7 @@ def run_rows(tokens, rows, pool, ring=None, ring_slot_idx=None, *, plan=None, in
                 whole.store(state_g, state)
 
         def whole_rows():
-            """One token: a tile of float32 in registers, one of a 16-bit type, which has more elements, in shared memory."""
+            """One token: a float32 tile in registers, one of a 16-bit type, which has more elements, in shared memory."""
             part = Rows(tile)
             columns = pl.ds(v0, tile)
             block = pool_g.at[slot, h, :, columns]
@@ -618,8 +620,8 @@ def run_rows(tokens, rows, pool, ring=None, ring_slot_idx=None, *, plan=None, in
                     at = some(0, r)
                     keys = part.load_keys([keys_s.at[c] for c in at])
                     state = part.update(part.load([state_s.at[c] for c in at]), keys, spread, gates[0])
-                    for c, s in zip(at, state, strict=True):
-                        store(pool_g.at[slot, h, c, columns], s)
+                    home = pool_g.at[slot, h, pl.ds(at[0].start, unroll * KEY_ROWS), columns]
+                    store_chunks(home, part.layout, state, interpret)
                     return 0
 
                 lax.fori_loop(0, num_pieces * rounds, write, 0)
