@@ -544,7 +544,7 @@ def run_rows(tokens, rows, pool, ring=None, ring_slot_idx=None, *, plan=None, in
                 whole.store(state_g, state)
 
         def whole_rows():
-            """One token: a float32 tile in registers, one of a 16-bit type, which has more elements, in shared memory."""
+            """One token: a float32 tile in registers, one of 16 bits, which has more elements, in shared memory."""
             part = Rows(tile)
             columns = pl.ds(v0, tile)
             block = pool_g.at[slot, h, :, columns]
