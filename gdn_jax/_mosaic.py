@@ -93,7 +93,7 @@ def widen(x, layout, interpret) -> jax.Array:
     if interpret is not None or x.dtype != jnp.bfloat16 or layout.to_mgpu().vector_length % 2:
         return x.astype(jnp.float32)
 
-    @plgpu.inline_mgpu(arg_types=(layout,), return_type=plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout))
+    @plgpu.inline_mgpu(arg_types=(layout,), return_type=plgpu.ShapeDtypeStruct(x.shape, jnp.dtype(jnp.float32), layout))
     def widened(_, x):
         f32, i32 = ir.F32Type.get(), ir.IntegerType.get_signless(32)
         n = x.layout.vector_length
