@@ -61,9 +61,9 @@ _SHORT_WARPGROUPS, _WIDE_WARPGROUPS = 4, 2
 """Warpgroups of a thread block with short windows: they get 128 registers a thread, of which a tile takes 64, or
 255 for a tile of twice the width."""
 _ROWS_PROGRAMS = 256
-"""Programs from which on states travel through shared memory in whole rows."""
+"""Programs from which on states are read in whole rows."""
 _ROWS_BYTES = 32 * 1024
-"""Size of such a tile: four or five fit on a multiprocessor."""
+"""Size of such a tile, in registers or in shared memory: four or five fit on a multiprocessor."""
 _UNROLL = 4
 """Chunks of a state in shared memory that are in registers together."""
 _PIECES = 4
@@ -120,7 +120,7 @@ class Plan:
     Attributes:
         tile: value columns of a program's tile.
         window: tokens that come to shared memory together; 0 if rows go token by token.
-        rows: with `window` 0, whether a tile travels by bulk copies through shared memory and is read in whole rows.
+        rows: with `window` 0, whether a tile is read in whole rows.
         warpgroups: with a window, warpgroups of a thread block, each a program of its own; together they may use all
             registers of a multiprocessor, so their number bounds what the compiler gives to one.
         run: with the short window, tiles of one key head that a program takes one after the other.
