@@ -29,8 +29,8 @@ from gdn_jax._mosaic import (
     widen,
 )
 
-_BLOCK_ELEMENTS = 4096
-"""State elements of a program, 32 a thread."""
+_BLOCK_BYTES = 16 * 1024
+"""State of a program: 32 float32 elements a thread, or 64 of 16 bits."""
 _RECORDS_IN_FLIGHT = 4
 _MAX_RING_LEN = 64
 _POOL_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
@@ -60,15 +60,16 @@ def state_fold(recurrent_state, ring, row_ids, ring_row_ids, num_accepted, has_i
     num_layers, batch = row_ids.shape
     group = num_value_heads // num_key_heads
 
-    layout, _ = row_layout(value_dim, recurrent_state.dtype.itemsize, KEY_ROWS)
-    limit = max(_BLOCK_ELEMENTS // value_dim, KEY_ROWS)
+    itemsize = recurrent_state.dtype.itemsize
+    layout, _ = row_layout(value_dim, itemsize, KEY_ROWS)
+    limit = _BLOCK_BYTES // (value_dim * itemsize)
     rows = max(n for n in range(KEY_ROWS, min(key_dim, limit) + 1, KEY_ROWS) if key_dim % n == 0)
     num_blocks = key_dim // rows
     chunks = [pl.ds(c, KEY_ROWS) for c in range(0, rows, KEY_ROWS)]
     key_layout, delta_layout = layout.reduce(1), layout.reduce(0)
     key_copy, delta_copy = vector_layout(rows), vector_layout(value_dim)
     in_flight = min(_RECORDS_IN_FLIGHT, ring_len)
-    states_bytes = num_layers * batch * math.prod(recurrent_state.shape[1:]) * recurrent_state.dtype.itemsize
+    states_bytes = num_layers * batch * math.prod(recurrent_state.shape[1:]) * itemsize
 
     def body(
         ring_g,
