@@ -203,7 +203,9 @@ def _operands(count: int, first: int) -> str:
 def load_chunks(block, layout, exists, states_bytes, interpret) -> list[jax.Array]:
     """The chunks of a block of states in global memory, in its dtype, and zeros if they do not exist yet.
 
-    All loads are on their way at once. They keep their lines in the L2 cache as `fetch_to_keep` does.
+    All loads are on their way at once. Where all states of the call, `states_bytes`, are more than twice what the L2
+    cache holds, they ask it to keep their lines, as `fetch_to_keep` does. Below that a part of the states may still be
+    there from the call before, which plain loads then find.
     """
     count, columns = block.shape[0] // KEY_ROWS, block.shape[1]
     if interpret is not None:
@@ -220,7 +222,7 @@ def load_chunks(block, layout, exists, states_bytes, interpret) -> list[jax.Arra
         address, chunks = _chunk_accesses(block, tiled)
         word, n, letter = _words(block, tiled)
         operands, hint, policy = [exists.registers.item(), address], "", ""
-        if states_bytes > _L2_BYTES:
+        if states_bytes > 2 * _L2_BYTES:
             i64 = ir.IntegerType.get_signless(64)
             operands.append(llvm.inline_asm(i64, [], "createpolicy.fractional.L2::evict_last.b64 $0, 1.0;", "=l"))
             hint, policy = ".L2::cache_hint", f", ${n + 2}"

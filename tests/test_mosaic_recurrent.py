@@ -203,6 +203,12 @@ def test_forward_lowers_in_place(size, pool):
     assert text.count("#stablehlo.output_operand_alias<") == 1
 
 
+@pytest.mark.parametrize(("batch", "keeps"), [(8, False), (32, False), (64, True)])
+def test_loads_keep_their_lines_where_states_pass_the_cache(batch, keeps):
+    text = lowered(recurrence, shapes(batch, batch, (16, 32, 128, 128)))
+    assert ("evict_last" in text) == keeps
+
+
 DTYPES = ["float32", "bfloat16", "float16"]
 
 
