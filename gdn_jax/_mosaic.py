@@ -15,6 +15,7 @@ import jax.experimental.mosaic.gpu as mgpu
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, memref, vector
@@ -87,6 +88,29 @@ def load(ref, layout) -> jax.Array:
     return plgpu.load(ref, layout=layout, optimized=False).astype(jnp.float32)
 
 
+def widen(x, layout, interpret) -> jax.Array:
+    """`x` in float32, with one instruction for each bfloat16: compilers take two for the upper one of a pair."""
+    if interpret is not None or x.dtype != jnp.bfloat16 or layout.to_mgpu().vector_length % 2:
+        return x.astype(jnp.float32)
+
+    @plgpu.inline_mgpu(arg_types=(layout,), return_type=plgpu.ShapeDtypeStruct(x.shape, jnp.dtype(jnp.float32), layout))
+    def widened(_, x):
+        f32, i32 = ir.F32Type.get(), ir.IntegerType.get_signless(32)
+        n = x.layout.vector_length
+        registers = np.empty_like(x.registers)
+        for i, pairs in np.ndenumerate(x.registers):
+            parts = []
+            pairs = vector.bitcast(ir.VectorType.get((n // 2,), i32), pairs)
+            for j in range(n // 2):
+                pair = vector.extract(pairs, [], [j])
+                for bits in (arith.shli(pair, mgpu.c(16, i32)), arith.andi(pair, mgpu.c(-(1 << 16), i32))):
+                    parts.append(arith.bitcast(f32, bits))
+            registers[i] = vector.from_elements(ir.VectorType.get((n,), f32), parts)
+        return mgpu.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=None)
+
+    return widened(x)  # pyright: ignore[reportCallIssue]
+
+
 def store(ref, value) -> None:
     """Writes `value`, rounded to the dtype of `ref`, to shared or global memory at any alignment."""
     value = value.astype(ref.dtype)
@@ -136,37 +160,6 @@ def fetch_to_keep(ref, states_bytes, interpret) -> None:
     fetch(ref)  # pyright: ignore[reportCallIssue]
 
 
-def widen(x, layout, interpret) -> jax.Array:
-    """`x` in float32. A pair of bfloat16 takes two operations; by way of a cast the compilers make three."""
-    if interpret is not None or x.dtype != jnp.bfloat16:
-        return x.astype(jnp.float32)
-
-    @plgpu.inline_mgpu(
-        arg_types=(layout,), return_type=plgpu.ShapeDtypeStruct(x.shape, jnp.dtype(jnp.float32), layout=layout)
-    )
-    def shift(_, array):
-        word, single = ir.IntegerType.get_signless(32), ir.F32Type.get()
-        (length,) = ir.VectorType(array.registers.flat[0].type).shape
-        if length % 2:
-            return array.astype(single)
-        words, singles = (ir.VectorType.get((length // 2,), kind) for kind in (word, single))
-        low, high = (
-            arith.constant(words, ir.DenseElementsAttr.get_splat(words, ir.IntegerAttr.get(word, n)))
-            for n in (16, -(1 << 16))
-        )
-        order = [i for pair in range(length // 2) for i in (pair, pair + length // 2)]
-        registers = np.empty_like(array.registers)
-        for at, register in np.ndenumerate(array.registers):
-            pairs = vector.bitcast(words, register)
-            firsts, seconds = (
-                vector.bitcast(singles, op(pairs, by)) for op, by in ((arith.shli, low), (arith.andi, high))
-            )
-            registers[at] = vector.shuffle(firsts, seconds, order)
-        return mgpu.FragmentedArray(_registers=registers, _layout=array.layout, _is_signed=None)
-
-    return shift(x)  # pyright: ignore[reportCallIssue]
-
-
 def warpgroup_barrier(interpret) -> None:
     """What any warp of the warpgroup has stored to shared memory, the others may load from here on.
 
@@ -194,6 +187,123 @@ def warp_barrier(interpret) -> None:
         )
 
     wait()  # pyright: ignore[reportCallIssue]
+
+
+def _chunk_accesses(block, layout):
+    """Address of what a thread has of a block of whole rows, and for each of its chunks where the vectors lie.
+
+    That is a list of places in the registers of the chunk and distances from the address in bytes.
+    """
+    index = ir.IndexType.get()
+    kind = ir.MemRefType(block.type)
+    itemsize = mgpu.bytewidth(kind.element_type)
+    (row_stride, _), _ = kind.get_strides_and_offset()
+    strides = layout.tiling.tile_strides((row_stride, 1))
+    base, at, *_ = memref.extract_strided_metadata(block)
+    base = memref.extract_aligned_pointer_as_index(base)
+    for indices in (layout.warp_indices(), layout.lane_indices()):
+        for i, stride in zip(indices, strides[-layout.tiled_tiling_rank :], strict=True):
+            at = arith.addi(at, arith.muli(arith.index_cast(index, i), mgpu.c(stride, index)))
+    address = arith.addi(base, arith.muli(at, mgpu.c(itemsize, index)))
+    rows, columns = kind.shape
+    places = list(np.ndindex(layout.registers_shape((KEY_ROWS, columns))))
+    chunks = [
+        [(i, itemsize * (chunk * row_stride + sum(a * b for a, b in zip(i, strides, strict=True)))) for i in places]
+        for chunk in range(0, rows, KEY_ROWS)
+    ]
+    return arith.index_cast(ir.IntegerType.get_signless(64), address), chunks
+
+
+_VECTOR = {1: "", 2: ".v2", 4: ".v4"}
+
+
+def _words(block, layout):
+    """Type of the words that a thread accesses at once, how many there are, and the letter of assembly for one."""
+    bits = 8 * layout.vector_length * mgpu.bytewidth(ir.MemRefType(block.type).element_type)
+    width, letter = (16, "h") if bits == 16 else (32, "r")
+    return ir.IntegerType.get_signless(width), bits // width, letter
+
+
+def _operands(count: int, first: int) -> str:
+    names = ", ".join(f"${first + i}" for i in range(count))
+    return f"{{{names}}}" if count > 1 else names
+
+
+def load_chunks(block, layout, exists, states_bytes, interpret) -> list[jax.Array]:
+    """The chunks of a block of states in global memory, in its dtype, and zeros if they do not exist yet.
+
+    All loads are on their way at once. Where all states of the call, `states_bytes`, are more than twice what the L2
+    cache holds, they ask it to keep their lines, as `fetch_to_keep` does. Below that a part of the states may still be
+    there from the call before, which plain loads then find.
+    """
+    count, columns = block.shape[0] // KEY_ROWS, block.shape[1]
+    if interpret is not None:
+        parts = [block.at[pl.ds(i * KEY_ROWS, KEY_ROWS)] for i in range(count)]
+        parts = [plgpu.load(part, layout=layout, optimized=False) for part in parts]
+        return [jnp.where(exists, part, jnp.zeros_like(part)) for part in parts]
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT),
+        return_type=[plgpu.ShapeDtypeStruct((KEY_ROWS, columns), block.dtype, layout)] * count,
+    )
+    def loads(_, block, exists):
+        tiled = layout.to_mgpu()
+        address, chunks = _chunk_accesses(block, tiled)
+        word, n, letter = _words(block, tiled)
+        operands, hint, policy = [exists.registers.item(), address], "", ""
+        if states_bytes > 2 * _L2_BYTES:
+            i64 = ir.IntegerType.get_signless(64)
+            operands.append(llvm.inline_asm(i64, [], "createpolicy.fractional.L2::evict_last.b64 $0, 1.0;", "=l"))
+            hint, policy = ".L2::cache_hint", f", ${n + 2}"
+        # By a predicate, not by a branch: the loads are then issued in a row.
+        clear = " ".join(f"mov.b{word.width} ${i}, 0;" for i in range(n))
+        load = f"@p ld.global{hint}{_VECTOR[n]}.b{word.width} {_operands(n, 0)}"
+        result = word if n == 1 else llvm.StructType.get_literal([word] * n)
+        constraints = ",".join([f"=&{letter}"] * n + ["r"] + ["l"] * (len(operands) - 1))
+        element = ir.MemRefType(block.type).element_type
+        arrays = []
+        for chunk in chunks:
+            registers = np.empty(tiled.registers_shape((KEY_ROWS, columns)), dtype=object)
+            for i, distance in chunk:
+                text = f"{{ .reg .pred p; setp.ne.b32 p, ${n}, 0; {clear} {load}, [${n + 1}+{distance}]{policy}; }}"
+                loaded = llvm.inline_asm(result, operands, text, constraints, has_side_effects=True)
+                parts = [loaded] if n == 1 else [llvm.extractvalue(word, loaded, [j]) for j in range(n)]
+                words = vector.from_elements(ir.VectorType.get((n,), word), parts)
+                registers[i] = vector.bitcast(ir.VectorType.get((tiled.vector_length,), element), words)
+            arrays.append(mgpu.FragmentedArray(_registers=registers, _layout=tiled, _is_signed=None))
+        return arrays
+
+    return loads(block, exists.astype(jnp.int32))  # pyright: ignore[reportCallIssue]
+
+
+def store_chunks(block, layout, chunks, interpret) -> None:
+    """Writes chunks of float32, rounded to the dtype of the block in global memory.
+
+    The compiler takes a reference to global memory for one to any memory, and so loads nothing from shared memory
+    between two ordinary stores; these are to global memory by name.
+    """
+    if interpret is not None:
+        for i, chunk in enumerate(chunks):
+            store(block.at[pl.ds(i * KEY_ROWS, KEY_ROWS)], chunk)
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), [layout] * len(chunks)))
+    def stores(_, block, arrays):
+        tiled = layout.to_mgpu()
+        address, places = _chunk_accesses(block, tiled)
+        word, n, letter = _words(block, tiled)
+        for array, chunk in zip(arrays, places, strict=True):
+            for i, distance in chunk:
+                words = vector.bitcast(ir.VectorType.get((n,), word), array.registers[i])
+                llvm.inline_asm(
+                    ir.Type.parse("!llvm.void"),
+                    [address, *(vector.extract(words, [], [j]) for j in range(n))],
+                    f"st.global{_VECTOR[n]}.b{word.width} [$0+{distance}], {_operands(n, 1)};",
+                    ",".join(["l"] + [letter] * n),
+                    has_side_effects=True,
+                )
+
+    stores(block, [chunk.astype(block.dtype) for chunk in chunks])  # pyright: ignore[reportCallIssue]
 
 
 def along_values(x, tile: int, layout) -> jax.Array:

@@ -14,6 +14,7 @@ from tests import oracle
 from tests.harness import assert_close, assert_same_bits, assert_zero
 
 INTERPRET = plgpu.InterpretGPUParams()
+RUNS = [pytest.param(INTERPRET, id="interpreted"), pytest.param(None, marks=pytest.mark.gpu, id="compiled")]
 recurrence = partial(forward.recurrence, algorithm="recurrent", precision=None)
 
 
@@ -58,9 +59,9 @@ CASES = {
 }
 
 
-def run(args, plan=None):
+def run(args, plan=None, interpret=INTERPRET):
     pool = jax.new_ref(args[3])
-    out = forward.run_rows(args[:3], args[4:], pool, plan=plan, interpret=INTERPRET)
+    out = forward.run_rows(args[:3], args[4:], pool, plan=plan, interpret=interpret)
     return out, jax.freeze(pool)
 
 
@@ -81,13 +82,15 @@ PLANS = {
 }
 
 
+@pytest.mark.parametrize("interpret", RUNS)
 @pytest.mark.parametrize("pool", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", PLANS)
-def test_every_plan_takes_every_row(name, pool):
+def test_every_plan_takes_every_row(name, pool, interpret):
     plan = PLANS[name]
     heads = (1, 1, 64, plan.tile) if plan.rows else (1, 2, 16, max(plan.tile, 32))
     args = make([1, 18, 0, 1, 2, 1], heads, [2, 0, 1, -1, 3, 4], fresh=(4, 5), pool=pool)
-    check_forward(args, *run(args, plan))
+    function = partial(run, plan=plan, interpret=interpret)
+    check_forward(args, *(function if interpret else jax.jit(function))(args))
 
 
 def check_forward(args, out, pool):
@@ -198,6 +201,12 @@ def test_forward_lowers_in_place(size, pool):
     text = lowered(recurrence, shapes(*size, pool=pool))
     assert text.count("mosaic_gpu_v2") == 1
     assert text.count("#stablehlo.output_operand_alias<") == 1
+
+
+@pytest.mark.parametrize(("batch", "keeps"), [(8, False), (32, False), (64, True)])
+def test_loads_keep_their_lines_where_states_pass_the_cache(batch, keeps):
+    text = lowered(recurrence, shapes(batch, batch, (16, 32, 128, 128)))
+    assert ("evict_last" in text) == keeps
 
 
 DTYPES = ["float32", "bfloat16", "float16"]

@@ -28,10 +28,12 @@ from gdn_jax._mosaic import (
     fetch_to_keep,
     is_row_of,
     load,
+    load_chunks,
     rounded_product,
     row_layout,
     state_layout,
     store,
+    store_chunks,
     update,
     value_tile,
     vector_layout,
@@ -61,9 +63,9 @@ _SHORT_WARPGROUPS, _WIDE_WARPGROUPS = 4, 2
 """Warpgroups of a thread block with short windows: they get 128 registers a thread, of which a tile takes 64, or
 255 for a tile of twice the width."""
 _ROWS_PROGRAMS = 256
-"""Programs from which on states travel through shared memory in whole rows."""
+"""Programs from which on states are read in whole rows."""
 _ROWS_BYTES = 32 * 1024
-"""Size of such a tile: four or five fit on a multiprocessor."""
+"""Size of such a tile, in registers or in shared memory: four or five fit on a multiprocessor."""
 _UNROLL = 4
 """Chunks of a state in shared memory that are in registers together."""
 _PIECES = 4
@@ -120,7 +122,7 @@ class Plan:
     Attributes:
         tile: value columns of a program's tile.
         window: tokens that come to shared memory together; 0 if rows go token by token.
-        rows: with `window` 0, whether a tile travels by bulk copies through shared memory and is read in whole rows.
+        rows: with `window` 0, whether a tile is read in whole rows.
         warpgroups: with a window, warpgroups of a thread block, each a program of its own; together they may use all
             registers of a multiprocessor, so their number bounds what the compiler gives to one.
         run: with the short window, tiles of one key head that a program takes one after the other.
@@ -445,7 +447,8 @@ def run_rows(tokens, rows, pool, ring=None, ring_slot_idx=None, *, plan=None, in
             return zeros((KEY_ROWS, self.width), self.layout)
 
         def load(self, refs):
-            return [load(ref, self.layout) for ref in refs]
+            parts = [plgpu.load(ref, layout=self.layout, optimized=False) for ref in refs]
+            return [widen(part, self.layout, interpret) for part in parts]
 
         def load_keys(self, refs):
             return [along_values(load(ref, self.key_layout), self.width, self.layout) for ref in refs]
@@ -554,26 +557,50 @@ def run_rows(tokens, rows, pool, ring=None, ring_slot_idx=None, *, plan=None, in
                 whole.store(state_g, state)
 
         def whole_rows():
-            """One token: two passes over the tile in shared memory, so that few registers hold many programs.
-
-            It comes in pieces, the first of which are read before the last are there, and goes home from registers.
-            """
-            partial_s, state_s, arrived = scratch
+            """One token: a float32 tile in registers, one of 16 bits, which has more elements, in shared memory."""
             part = Rows(tile)
             columns = pl.ds(v0, tile)
-            size = key_dim // num_pieces
-            pieces = [pl.ds(i * size, size) for i in range(num_pieces)]
-            unroll = math.gcd(size // KEY_ROWS, _UNROLL)
-            rounds = size // KEY_ROWS // unroll
+            block = pool_g.at[slot, h, :, columns]
+            states_bytes = batch * num_value_heads * key_dim * value_dim * pool.dtype.itemsize
+            partial_s, *scratch_of_16_bit = scratch
 
-            @pl.when(end - start == 1)
-            def _():
-                states_bytes = batch * num_value_heads * key_dim * value_dim * pool.dtype.itemsize
-                fetch_to_keep(pool_g.at[slot, h, :, columns], states_bytes, interpret)
+            def begin():
+                value = load(qkv_g.at[start, pl.ds(value_at + v0, tile)], part.value_layout)
+                return value, stage_token(qkv_g, decay_g, beta_g, start, h, keys_s, queries_s, gates_s)
+
+            def finish(sums, value, gates):
+                """Writes the output, and returns the delta factor repeated over the rows of a chunk."""
+                out, factor = token_output(part.finish(sums, partial_s), value, gates)
+                # The query has been read by all.
+                factor_s = token_s.at[1, pl.ds(0, tile)]
+                store(factor_s, factor)
+                store(out_g.at[start, out_columns], out)
+                plgpu.commit_smem()
+                return along_keys(load(factor_s, part.factor_layout), KEY_ROWS, part.layout)
+
+            def in_registers():
+                """All loads are issued at once, with the policy that bulk copies cannot be given."""
+                state = load_chunks(block, part.layout, has_state, states_bytes, interpret)
+                value, gates = begin()
+                keys, queries = (part.load_keys([ref.at[c] for c in chunks]) for ref in (keys_s, queries_s))
+                spread = finish(add_products((part.zeros(), part.zeros()), state, keys, queries), value, gates)
+                keys = part.load_keys([keys_s.at[c] for c in chunks])
+                store_chunks(block, part.layout, part.update(state, keys, spread, gates[0]), interpret)
+
+            def in_shared_memory():
+                """Two passes over the tile, so that few registers hold many programs.
+
+                It comes in pieces, the first of which are read before the last are there, and goes home from registers.
+                """
+                state_s, arrived = scratch_of_16_bit
+                size = key_dim // num_pieces
+                pieces = [pl.ds(i * size, size) for i in range(num_pieces)]
+                unroll = math.gcd(size // KEY_ROWS, _UNROLL)
+                rounds = size // KEY_ROWS // unroll
+                fetch_to_keep(block, states_bytes, interpret)
                 for i, piece in enumerate(pieces):
                     plgpu.copy_gmem_to_smem(pool_g.at[slot, h, piece, columns], state_s.at[piece], arrived.at[i])
-                value = load(qkv_g.at[start, pl.ds(value_at + v0, tile)], part.value_layout)
-                gates = stage_token(qkv_g, decay_g, beta_g, start, h, keys_s, queries_s, gates_s)
+                value, gates = begin()
 
                 def some(i, r):
                     first = (i * rounds + r) * unroll
@@ -600,23 +627,19 @@ def run_rows(tokens, rows, pool, ring=None, ring_slot_idx=None, *, plan=None, in
                         )
 
                     sums = lax.fori_loop(0, rounds, read, sums)
-                out, factor = token_output(part.finish(sums, partial_s), value, gates)
-                # The query has been read by all.
-                factor_s = token_s.at[1, pl.ds(0, tile)]
-                store(factor_s, factor)
-                store(out_g.at[start, out_columns], out)
-                plgpu.commit_smem()
-                spread = along_keys(load(factor_s, part.factor_layout), KEY_ROWS, part.layout)
+                spread = finish(sums, value, gates)
 
                 def write(r, _):
                     at = some(0, r)
                     keys = part.load_keys([keys_s.at[c] for c in at])
                     state = part.update(part.load([state_s.at[c] for c in at]), keys, spread, gates[0])
-                    for c, s in zip(at, state, strict=True):
-                        store(pool_g.at[slot, h, c, columns], s)
+                    home = pool_g.at[slot, h, pl.ds(at[0].start, unroll * KEY_ROWS), columns]
+                    store_chunks(home, part.layout, state, interpret)
                     return 0
 
                 lax.fori_loop(0, num_pieces * rounds, write, 0)
+
+            pl.when(end - start == 1)(in_registers if pool.dtype == jnp.float32 else in_shared_memory)
 
             @pl.when(end - start > 1)
             def _():
@@ -1083,11 +1106,9 @@ def run_rows(tokens, rows, pool, ring=None, ring_slot_idx=None, *, plan=None, in
         if ring is not None:
             scratch.append(plgpu.SMEM((tile,), f32))
         if plan.rows:
-            scratch += [
-                plgpu.SMEM((2, KEY_ROWS, tile), f32),
-                plgpu.SMEM((key_dim, tile), pool.dtype),
-                plgpu.Barrier(num_barriers=num_pieces),
-            ]
+            scratch.append(plgpu.SMEM((2, KEY_ROWS, tile), f32))
+            if pool.dtype != f32:
+                scratch += [plgpu.SMEM((key_dim, tile), pool.dtype), plgpu.Barrier(num_barriers=num_pieces)]
     kernel = plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((num_tokens, num_value_heads * value_dim), qkv.dtype),

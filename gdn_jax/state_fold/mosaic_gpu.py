@@ -1,10 +1,11 @@
 """State fold in Pallas Mosaic GPU: all layers in one launch, the pool updated in place.
 
 A state is a `[KD, VD]` matrix that lies contiguously in the pool, and folding a record touches each element once, so
-the kernel is a stream over the pool. One program takes a block of whole rows of one state. Bulk copies bring it to
-shared memory in pieces while the records of the request are fetched; each piece is folded in float32 registers, a few
-rows at a time, as soon as it is there, and a bulk copy takes it home while the next one is folded.
+the kernel is a stream over the pool. One program takes a block of whole rows of one state into registers while it
+fetches the records of the request, folds them in float32, and writes the block back.
 """
+
+import math
 
 import jax
 import jax.numpy as jnp
@@ -13,25 +14,23 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from gdn_jax._mosaic import (
+    KEY_ROWS,
     along_keys,
     along_values,
     compiler_params,
-    fetch_to_keep,
     is_row_of,
     load,
+    load_chunks,
     row_layout,
     store,
+    store_chunks,
     update,
     vector_layout,
-    zeros,
+    widen,
 )
 
-_BLOCK_ELEMENTS = 16384
-_PROGRAM_BYTES = 75776
-"""Shared memory of one program that leaves room for three on a multiprocessor."""
-_PIECE_ELEMENTS = {4: 2048, 2: 8192}
-_CHUNK_ELEMENTS = {4: 2048, 2: 4096}
-"""State elements in registers at a time, by the size of a pool element."""
+_BLOCK_BYTES = 16 * 1024
+"""State of a program: 32 float32 elements a thread, or 64 of 16 bits."""
 _RECORDS_IN_FLIGHT = 4
 _MAX_RING_LEN = 64
 _POOL_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
@@ -54,36 +53,23 @@ def unsupported(recurrent_state, ring, row_ids, ring_row_ids, num_accepted, has_
     return None
 
 
-def _rows_within(rows, unit, limit):
-    """The largest multiple of `unit` that divides `rows` and is at most `limit`, or `unit`."""
-    fitting = [n for n in range(unit, min(rows, limit) + 1, unit) if rows % n == 0]
-    return fitting[-1] if fitting else unit
-
-
-def _geometry(key_dim, value_dim, ring_len, itemsize, unit):
-    """State rows of a program, of a bulk copy, and of a step in registers; from shapes alone."""
-    per_row = value_dim * itemsize + ring_len * 4
-    limit = min(_BLOCK_ELEMENTS // value_dim, (_PROGRAM_BYTES - ring_len * (value_dim + 1) * 4) // per_row)
-    rows = _rows_within(key_dim, unit, limit)
-    piece = _rows_within(rows, unit, _PIECE_ELEMENTS[itemsize] // value_dim)
-    chunk = _rows_within(piece, unit, _CHUNK_ELEMENTS[itemsize] // value_dim)
-    return rows, piece, chunk
-
-
 def state_fold(recurrent_state, ring, row_ids, ring_row_ids, num_accepted, has_initial_state, *, interpret=None):
     """See `gdn_jax.gated_delta_state_fold`."""
     max_slots, num_value_heads, key_dim, value_dim = recurrent_state.shape
     ring_rows, num_key_heads, ring_len, _ = ring.shape
     num_layers, batch = row_ids.shape
     group = num_value_heads // num_key_heads
-    itemsize = recurrent_state.dtype.itemsize
 
-    layout, unit = row_layout(value_dim, itemsize)
-    rows, piece, chunk = _geometry(key_dim, value_dim, ring_len, itemsize, unit)
-    num_blocks, num_pieces = key_dim // rows, rows // piece
+    itemsize = recurrent_state.dtype.itemsize
+    layout, _ = row_layout(value_dim, itemsize, KEY_ROWS)
+    limit = _BLOCK_BYTES // (value_dim * itemsize)
+    rows = max(n for n in range(KEY_ROWS, min(key_dim, limit) + 1, KEY_ROWS) if key_dim % n == 0)
+    num_blocks = key_dim // rows
+    chunks = [pl.ds(c, KEY_ROWS) for c in range(0, rows, KEY_ROWS)]
     key_layout, delta_layout = layout.reduce(1), layout.reduce(0)
     key_copy, delta_copy = vector_layout(rows), vector_layout(value_dim)
     in_flight = min(_RECORDS_IN_FLIGHT, ring_len)
+    states_bytes = num_layers * batch * math.prod(recurrent_state.shape[1:]) * itemsize
 
     def body(
         ring_g,
@@ -92,11 +78,9 @@ def state_fold(recurrent_state, ring, row_ids, ring_row_ids, num_accepted, has_i
         count_g,
         has_g,
         pool_g,
-        tile_s,
         keys_s,
         deltas_s,
         decays_s,
-        arrived,
     ):
         i = lax.axis_index("block")
         first = lax.rem(i, num_blocks) * rows
@@ -105,30 +89,13 @@ def state_fold(recurrent_state, ring, row_ids, ring_row_ids, num_accepted, has_i
         layer, b = lax.div(layer_row, batch), lax.rem(layer_row, batch)
         key_head, member = lax.div(head, group), lax.rem(head, group)
         slot, ring_row, count = row_g[layer, b], ring_row_g[layer, b], count_g[b]
-        fresh = jnp.logical_not(has_g[b])
+        has_state = has_g[b]
         valid = is_row_of(slot, max_slots) & is_row_of(ring_row, ring_rows)
 
         @pl.when(valid & (count > 0) & (count <= ring_len))
         def _():
-            pieces = [
-                (
-                    tile_s.at[pl.ds(j * piece, piece)],
-                    pool_g.at[slot, head, pl.ds(first + j * piece, piece)],
-                )
-                for j in range(num_pieces)
-            ]
-
-            @pl.when(jnp.logical_not(fresh))
-            def _():
-                states_bytes = num_layers * batch * num_value_heads * key_dim * value_dim * itemsize
-                fetch_to_keep(pool_g.at[slot, head, pl.ds(first, rows)], states_bytes, interpret)
-                for j, (tile, home) in enumerate(pieces):
-                    plgpu.copy_gmem_to_smem(home, tile, arrived.at[j])
-
-            @pl.when(fresh)
-            def _():
-                for j in range(rows // chunk):
-                    store(tile_s.at[pl.ds(j * chunk, chunk)], zeros((chunk, value_dim), layout))
+            block = pool_g.at[slot, head, pl.ds(first, rows)]
+            state = load_chunks(block, layout, has_state, states_bytes, interpret)
 
             def fetch(p):
                 record = ring_g.at[ring_row, key_head, p]
@@ -150,26 +117,13 @@ def state_fold(recurrent_state, ring, row_ids, ring_row_ids, num_accepted, has_i
             lax.fori_loop(0, lax.div(count + (in_flight - 1), in_flight), stage, 0)
             plgpu.commit_smem()
 
-            def fold(at):
-                def step(p, state):
-                    key = along_values(load(keys_s.at[p, pl.ds(at, chunk)], key_layout), value_dim, layout)
-                    delta = along_keys(load(deltas_s.at[p], delta_layout), chunk, layout)
-                    return update(state, key, delta, decays_s[p])
+            def fold(p, state):
+                delta = along_keys(load(deltas_s.at[p], delta_layout), KEY_ROWS, layout)
+                keys = [along_values(load(keys_s.at[p, c], key_layout), value_dim, layout) for c in chunks]
+                return [update(s, key, delta, decays_s[p]) for s, key in zip(state, keys, strict=True)]
 
-                part = tile_s.at[pl.ds(at, chunk)]
-                store(part, lax.fori_loop(0, count, step, load(part, layout)))
-
-            for j, (tile, home) in enumerate(pieces):
-
-                @pl.when(jnp.logical_not(fresh))
-                def _(j=j):
-                    plgpu.barrier_wait(arrived.at[j])
-
-                for at in range(j * piece, (j + 1) * piece, chunk):
-                    fold(at)
-                plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(tile, home)
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            state = [widen(s, layout, interpret) for s in state]
+            store_chunks(block, layout, lax.fori_loop(0, count, fold, state), interpret)
 
     kernel = plgpu.kernel(
         body,
@@ -177,11 +131,9 @@ def state_fold(recurrent_state, ring, row_ids, ring_row_ids, num_accepted, has_i
         grid=(num_layers * batch * num_value_heads * num_blocks,),
         grid_names=("block",),
         scratch_types=[
-            plgpu.SMEM((rows, value_dim), recurrent_state.dtype),
             plgpu.SMEM((ring_len, rows), jnp.float32),
             plgpu.SMEM((ring_len, value_dim), jnp.float32),
             plgpu.SMEM((ring_len,), jnp.float32),
-            plgpu.Barrier(num_barriers=num_pieces),
         ],
         compiler_params=compiler_params(),
         interpret=interpret,
