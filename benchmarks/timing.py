@@ -23,7 +23,7 @@ class Plan:
     """Lengths of the two loops, in iterations of `unroll` calls.
 
     Several calls an iteration let XLA replay them as one CUDA graph, as a decode step of many layers would, and spread
-    the microsecond that the loop counter takes over them.
+    the microseconds that the loop counter takes over them.
     """
 
     unroll: int
@@ -38,7 +38,7 @@ class Plan:
 def plan_for(expected_us: float, max_unroll: int = 32, target_us: float = 6000.0) -> Plan:
     """A plan whose two lengths differ by about `target_us`, for calls that take about `expected_us`."""
     expected_us = max(expected_us, 2.0)
-    unroll = max(round(320 / expected_us), 4 if expected_us < 500 else 1)
+    unroll = max(round(2000 / expected_us), 4 if expected_us < 500 else 1)
     unroll = min(unroll, max_unroll)
     extra = max(round(target_us / (expected_us * unroll)), 2)
     short = max(extra // 8, 1)
