@@ -38,7 +38,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, memref, nvvm
 
-from gdn_jax._mosaic import EPS, compiler_params, is_row_of, store, warpgroup_barrier
+from gdn_jax._mosaic import EPS, compiler_params, is_row_of, store, warp_barrier, warpgroup_barrier
 from gdn_jax._ragged import is_live, read_rows, row_bounds, token_rows
 
 C = 64  # tokens of a chunk, and columns of a value tile: the M of a warpgroup product
@@ -801,10 +801,11 @@ def _preparation(qkv, decay, batch, *, nk, nv, key_dim, max_slots, normalise, in
                     for i in range(halves):
                         x = plgpu.load(raw_tiles.at[n, i], layout=WGMMA)
                         raw_tiles.at[n, i][...] = jnp.where(inside, x, jnp.zeros_like(x))
-                for kind in range(2):
-                    for i in range(width):
-                        gate = raw_s.at[stage, kind, :, i]
-                        store(gate, jnp.where(token < valid, _vector(gate, ROW), 1.0 - kind))
+                gates = [(raw_s.at[stage, kind, :, i], 1.0 - kind) for kind in range(2) for i in range(width)]
+                held = [jnp.where(token < valid, _vector(ref, ROW), outside) for ref, outside in gates]
+                warp_barrier(interpret)  # four lanes have each gate
+                for (ref, _), gate in zip(gates, held, strict=True):
+                    store(ref, gate)
                 plgpu.commit_smem()
 
             def products(kk_acc, qk_acc):
