@@ -53,22 +53,19 @@ def state_layout(tile: int):
     return plgpu.Layout.TILED(tiling, (-5,), (-4, -3), -1)
 
 
-def row_layout(width: int, itemsize: int, most_rows: int = 16):
-    """Layout of a block of whole rows as they lie in memory, and the rows that the 4 warps cover in one access.
+def row_layout(width: int, itemsize: int):
+    """Layout of a chunk [KEY_ROWS, width] of whole rows as they lie in memory.
 
-    A warp covers `32 / lanes` rows of `lanes * vec` columns: the widest vectors first, then as much of a row as fits.
-    The rows of an access are 4, 8 or 16, at most `most_rows`.
+    A warp covers `32 / lanes` rows of `lanes * vec` columns in one access: the widest vectors first, then as much of a
+    row as fits.
     """
-    vec = math.gcd(16 // itemsize, width * most_rows // 128)
+    vec = math.gcd(16 // itemsize, width * KEY_ROWS // 128)
     lanes = math.gcd(32, width // vec)
     rows = 32 // lanes
     cols = lanes * vec
     if rows == 1:
-        layout = plgpu.Layout.TILED(plgpu.Tiling(((4, cols), (vec,))), (-3,), (-2,), -1)
-    else:
-        tiling = plgpu.Tiling(((4 * rows, cols), (rows, cols), (vec,)))
-        layout = plgpu.Layout.TILED(tiling, (-5,), (-3, -2), -1)
-    return layout, 4 * rows
+        return plgpu.Layout.TILED(plgpu.Tiling(((4, cols), (vec,))), (-3,), (-2,), -1)
+    return plgpu.Layout.TILED(plgpu.Tiling(((4 * rows, cols), (rows, cols), (vec,))), (-5,), (-3, -2), -1)
 
 
 def vector_layout(size: int):

@@ -124,6 +124,30 @@ def test_hard_inputs(inputs, tokens):
     check(args, *interpreted(*args, interpret=plgpu.InterpretGPUParams()))
 
 
+# First column, token and elements; keys begin at column 64.
+OVERFLOWS = {
+    "two keys": [(64, 40, 1e20), (64, 45, 1e20)],
+    "two keys, both signs": [(64, 40, np.resize([1e20, -1e20], 64)), (64, 45, 1e20)],
+    "a query": [(0, 40, 1e25)],
+    "a query after a key": [(0, 45, 1e25), (64, 40, 1e15)],
+    "a query after a longer key": [(64, 40, 1e25), (0, 45, 1e15)],
+}
+
+
+@pytest.mark.parametrize("run", [pytest.param("interpreted"), pytest.param("compiled", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("overflow", OVERFLOWS)
+def test_squares_that_overflow(overflow, run):
+    """A key or query whose sum of squares is no float32 number counts as zero, and leaves other tokens alone."""
+    args = make([66], (1, 1, 64, 64), [0])
+    zeroed = list(args)
+    for column, token, size in OVERFLOWS[overflow]:
+        columns = slice(column, column + 64)
+        args[0] = args[0].at[token, columns].set(jnp.asarray(size, args[0].dtype))
+        zeroed[0] = zeroed[0].at[token, columns].set(0.0 if np.max(np.abs(size)) > 1e18 else size)
+    out, pool = interpreted(*args, interpret=plgpu.InterpretGPUParams()) if run == "interpreted" else compiled(*args)
+    check(zeroed, out, pool)
+
+
 @pytest.mark.parametrize("batch", [1, 2, 8, 9, 64, 65, 513])
 def test_finds_rows(batch):
     firsts = np.sort(np.random.default_rng(batch).integers(0, 60, batch))

@@ -204,7 +204,7 @@ def window_buffers(plan, key_dim, group, dtypes, records) -> list[tuple[tuple[in
     if records:
         buffers.append(((window, tile), f32))
     if window == _SHORT_WINDOW:
-        buffers += [((2, window, group), f32), ((2, len(RunRow._fields)), jnp.dtype(jnp.int32))]
+        buffers += [((2, window, group), f32), ((2, 5 if records else 4), jnp.dtype(jnp.int32))]
     return buffers
 
 
@@ -439,7 +439,7 @@ def run_rows(tokens, rows, pool, ring=None, ring_slot_idx=None, *, plan=None, in
 
         def __init__(self, width):
             self.width = width
-            self.layout, _ = row_layout(width, pool.dtype.itemsize, KEY_ROWS)
+            self.layout = row_layout(width, pool.dtype.itemsize)
             self.key_layout, self.factor_layout = self.layout.reduce(1), self.layout.reduce(0)
             self.value_layout = vector_layout(width)
 

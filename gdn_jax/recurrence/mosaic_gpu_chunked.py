@@ -229,10 +229,6 @@ def _cols(x, m):
     return plgpu.layout_cast(lax.broadcast_in_dim(x, (m, x.shape[0]), (1,)), WGMMA)
 
 
-def _row_sum(x):
-    return plgpu.layout_cast(jnp.sum(x, axis=1), ROW)
-
-
 def _vector(ref, layout):
     return plgpu.load(ref, layout=layout, optimized=False)
 
@@ -468,6 +464,30 @@ def _sum_of_squares(interpret, *tiles) -> Any:
         return _row_vector(sums)
 
     return add_up(*tiles)  # pyright: ignore[reportCallIssue]
+
+
+def _any_zero(interpret, ref) -> Any:
+    """Whether any of 128 float32 in shared memory is 0; a warp finds out by itself."""
+    if interpret is not None:
+        return jnp.min(jnp.abs(ref[...])) == 0.0
+
+    splat = plgpu.Layout.WG_SPLAT
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(),), return_type=plgpu.ShapeDtypeStruct((), jnp.dtype(i32), layout=splat)
+    )
+    def vote(_, memory):
+        warp = _Warp()
+        address = arith.addi(_shared_address(memory), arith.shli(warp.lane, warp.number(4)))
+        text = """{ .reg .f32 a, b, c, d; .reg .pred p, q, r, s;
+            ld.shared.v4.f32 {a, b, c, d}, [$1];
+            setp.eq.f32 p, a, 0f00000000; setp.eq.f32 q, b, 0f00000000;
+            setp.eq.or.f32 r, c, 0f00000000, p; setp.eq.or.f32 s, d, 0f00000000, q;
+            or.pred p, r, s; vote.sync.any.pred p, p, 0xffffffff; selp.b32 $0, 1, 0, p; }"""
+        (found,) = _inline_asm([warp.word], [address], text, "=r,r,~{memory}", effects=True)
+        return mgpu.FragmentedArray.splat(found, (), is_signed=True)
+
+    return vote(ref) != 0  # pyright: ignore[reportCallIssue]
 
 
 def _lower(interpret, x) -> Any:
@@ -832,6 +852,13 @@ def _preparation(qkv, decay, batch, *, nk, nv, key_dim, max_slots, normalise, in
             key_s = (keys_s if normalise else tiles_s).at[stage, 0]
             if normalise:
                 rk, rq, *key = normalised
+                # A square that overflows has the reciprocal norm 0, and then products may be infinite, or NaN: nothing
+                # is left of them. Where both squares are finite, so is the product.
+                kk, qk = lax.cond(
+                    _any_zero(interpret, norms),
+                    lambda: [jnp.where(jnp.abs(x) < jnp.inf, x, 0.0) for x in (kk, qk)],
+                    lambda: [kk, qk],
+                )
                 columns_rk = _cols(_vector(norms.at[0], COL), C)
                 kk, qk = kk * columns_rk, qk * columns_rk * _rows(rq, C)
                 for i in range(halves):

@@ -26,6 +26,7 @@ from gdn_jax._mosaic import (
     store_chunks,
     update,
     vector_layout,
+    warpgroup_barrier,
     widen,
 )
 
@@ -61,7 +62,7 @@ def state_fold(recurrent_state, ring, row_ids, ring_row_ids, num_accepted, has_i
     group = num_value_heads // num_key_heads
 
     itemsize = recurrent_state.dtype.itemsize
-    layout, _ = row_layout(value_dim, itemsize, KEY_ROWS)
+    layout = row_layout(value_dim, itemsize)
     limit = _BLOCK_BYTES // (value_dim * itemsize)
     rows = max(n for n in range(KEY_ROWS, min(key_dim, limit) + 1, KEY_ROWS) if key_dim % n == 0)
     num_blocks = key_dim // rows
@@ -115,7 +116,7 @@ def state_fold(recurrent_state, ring, row_ids, ring_row_ids, num_accepted, has_i
                 return 0
 
             lax.fori_loop(0, lax.div(count + (in_flight - 1), in_flight), stage, 0)
-            plgpu.commit_smem()
+            warpgroup_barrier(interpret)
 
             def fold(p, state):
                 delta = along_keys(load(deltas_s.at[p], delta_layout), KEY_ROWS, layout)
