@@ -111,10 +111,14 @@ def first_call_s(case: Case) -> float:
 
 
 def plan_of(case: Case, floor_us: float, implementation: str | None) -> timing.Plan:
-    """Loop lengths from what a case is expected to take. Programs of several kernels are large: few copies of them."""
+    """Loop lengths from what a case is expected to take.
+
+    Programs of several kernels are large, and so are the outputs of long rows, of which each copy has its own: few of
+    them.
+    """
     if implementation == "xla":
         return timing.plan_for(floor_us * XLA_OVER_FLOOR, max_unroll=1)
-    light = case.is_main and case.algorithm == "recurrent"
+    light = case.is_main and case.algorithm == "recurrent" and sum(case.lengths) < 8192
     return timing.plan_for(floor_us * 1.5, max_unroll=32 if light else 4)
 
 
