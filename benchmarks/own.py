@@ -118,7 +118,7 @@ def plan_of(case: Case, floor_us: float, implementation: str | None) -> timing.P
     """
     if implementation == "xla":
         return timing.plan_for(floor_us * XLA_OVER_FLOOR, max_unroll=1)
-    light = case.is_main and case.algorithm == "recurrent" and sum(case.lengths) < 8192
+    light = case.is_main and case.algorithm == "recurrent" and case.num_tokens < 8192
     return timing.plan_for(floor_us * 1.5, max_unroll=32 if light else 4)
 
 

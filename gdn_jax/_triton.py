@@ -35,8 +35,8 @@ def head_sizes(qkv, recurrent_state) -> dict[str, int]:
     return {"NK": (qkv.shape[1] - nv * vd) // (2 * kd), "NV": nv, "KD": kd, "VD": vd}
 
 
-def row_launch(qkv, recurrent_state, batch: int) -> dict:
-    """Grid, warps and constants of the kernels that go token by token.
+def row_launch(qkv, recurrent_state, batch: int) -> tuple[int, bool, dict]:
+    """How many tiles there are, whether rows are longer than a token, and warps and constants for going token by token.
 
     128 elements of a state a thread. Rows of one token wait for memory: their tiles are 256 bytes wide, two lines of
     the cache. Longer ones compute: one warp each, which waits for no other.
@@ -44,10 +44,10 @@ def row_launch(qkv, recurrent_state, batch: int) -> dict:
     sizes = head_sizes(qkv, recurrent_state)
     itemsize = recurrent_state.dtype.itemsize
     rows = max(triton.next_power_of_2(sizes["KD"]), PARTS.value)
-    ahead = qkv.shape[0] > batch
-    columns = min(triton.next_power_of_2(sizes["VD"]), 128 * 32 // rows if ahead else 256 // itemsize)
-    return {
-        "grid": (batch * sizes["NV"] * triton.cdiv(sizes["VD"], columns),),
+    longer = qkv.shape[0] > batch
+    columns = min(triton.next_power_of_2(sizes["VD"]), 128 * 32 // rows if longer else 256 // itemsize)
+    tiles = batch * sizes["NV"] * triton.cdiv(sizes["VD"], columns)
+    constants = {
         "num_warps": max(rows * columns // (128 * 32), 1),
         "num_stages": 1,
         "ROWS": rows,
@@ -56,9 +56,9 @@ def row_launch(qkv, recurrent_state, batch: int) -> dict:
         # Over how many rows of a slab the threads are spread: those below one another in a thread are summed up first.
         "SPREAD": max(rows // (8 * itemsize), 1),
         "SCALE": sizes["KD"] ** -0.5,
-        "AHEAD": ahead,
         **sizes,
     }
+    return tiles, longer, constants
 
 
 @triton.jit

@@ -120,11 +120,14 @@ def recurrence(
     if algorithm == "chunked" or in_chunks:
         return triton_chunked.recurrence(operands, recurrent_state)
     _, nv, _, vd = recurrent_state.shape
+    tiles, longer, constants = row_launch(qkv, recurrent_state, slot_idx.shape[0])
     (out,), (pool,) = triton_call(
         forward_kernel,
         [*operands, qkv.shape[0], slot_idx.shape[0], recurrent_state.shape[0]],
         [recurrent_state],
         [jax.ShapeDtypeStruct((qkv.shape[0], nv * vd), qkv.dtype)],
-        **row_launch(qkv, recurrent_state, slot_idx.shape[0]),
+        grid=(tiles,),
+        AHEAD=longer,
+        **constants,
     )
     return out, pool

@@ -252,9 +252,7 @@ def verify_ring(
     max_slots, nv, _, vd = recurrent_state.shape
     batch = slot_idx.shape[0]
     operands = (qkv, decay, beta, slot_idx, ring_slot_idx, input_row_offsets, has_initial_state)
-    launch = row_launch(qkv, recurrent_state, batch)
-    (tiles,) = launch.pop("grid")
-    del launch["AHEAD"]
+    tiles, _, constants = row_launch(qkv, recurrent_state, batch)
     heads = heads_in_turn(tiles, nv)
     (out,), (pool, ring) = triton_call(
         verify_kernel,
@@ -266,6 +264,6 @@ def verify_ring(
         WIDE=2 if recurrent_state.dtype == jnp.bfloat16 and vd % 2 == 0 else 1,
         RING_LEN=ring.shape[2],
         STRIDE=ring.shape[3],
-        **launch,
+        **constants,
     )
     return out, ring, pool
