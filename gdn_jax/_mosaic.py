@@ -8,6 +8,7 @@ every such sum depends on the key dimension alone, never on the width of the til
 it: that is what makes all paths agree bit for bit.
 """
 
+import functools
 import math
 
 import jax
@@ -29,6 +30,24 @@ _L2_BYTES = 50 * 1024 * 1024
 def compiler_params():
     """Lane semantics: the layout solver of the other mode needs many seconds for lists of small chunks."""
     return plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True)
+
+
+def after_previous(body, interpret):
+    """`body` of a kernel, held until the kernels before it have ended and what they wrote can be seen.
+
+    A kernel that waits for this itself is launched while the one before it still ends, unless XLA has put it into a
+    CUDA graph. Every thread waits, and before it does so none may touch global memory: anything there may still be in
+    use. No kernel lets the next one begin earlier than that: it would gain nothing (docs/kernels_sequential.md).
+    """
+    if interpret is not None:
+        return body
+
+    @functools.wraps(body)
+    def waiting(*refs):
+        plgpu.griddepcontrol_wait()
+        body(*refs)
+
+    return waiting
 
 
 def value_tile(value_head_dim: int, limit: int) -> int:

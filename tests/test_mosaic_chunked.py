@@ -329,7 +329,7 @@ def test_lowers_in_place(size):
     assert chunked.unsupported(*args, algorithm="chunked", precision=None) is None
     traced = jax.jit(recurrence, donate_argnums=3).trace(*args)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("mosaic_gpu_v2") == kernels
+    assert text.count("mosaic_gpu_v2") == text.count("griddepcontrol.wait") == kernels
     # The pool's, and in a kernel whose CTAs wait for each other the one of its semaphores.
     assert text.count("#stablehlo.output_operand_alias<") == (2 if kernels == 1 else 1)
 

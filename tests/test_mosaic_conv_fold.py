@@ -195,7 +195,7 @@ def lowered(function, args, donated):
 
 
 def assert_one_call_in_place(text, pool):
-    assert text.count("mosaic_gpu_v2") == 1
+    assert text.count("mosaic_gpu_v2") == text.count("griddepcontrol.wait") == 1
     assert text.count("#stablehlo.output_operand_alias<") == 1
     # Besides the call, only reshapes of the pool may stand in the program.
     elements = str(np.prod(pool.shape))

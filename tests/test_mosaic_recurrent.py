@@ -199,7 +199,7 @@ def lowered(function, args):
 )
 def test_forward_lowers_in_place(size, pool):
     text = lowered(recurrence, shapes(*size, pool=pool))
-    assert text.count("mosaic_gpu_v2") == 1
+    assert text.count("mosaic_gpu_v2") == text.count("griddepcontrol.wait") == 1
     assert text.count("#stablehlo.output_operand_alias<") == 1
 
 

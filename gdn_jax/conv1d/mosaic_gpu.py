@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from gdn_jax._mosaic import compiler_params, is_row_of, load, store
+from gdn_jax._mosaic import after_previous, compiler_params, is_row_of, load, store
 
 _THREADS = 128
 _LOG2_E = 1.4426950408889634
@@ -464,7 +464,7 @@ def conv1d(
             (blocks if rows_first else rows)(i - leading)
 
     kernel = plgpu.kernel(
-        body,
+        after_previous(body, interpret),
         out_type=jax.ShapeDtypeStruct((total, conv_dim), qkv.dtype),
         grid=(row_programs + block_programs,),
         grid_names=("program",),

@@ -22,6 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from gdn_jax._mosaic import (
     EPS,
     KEY_ROWS,
+    after_previous,
     along_keys,
     along_values,
     compiler_params,
@@ -1110,7 +1111,7 @@ def run_rows(tokens, rows, pool, ring=None, ring_slot_idx=None, *, plan=None, in
             if pool.dtype != f32:
                 scratch += [plgpu.SMEM((key_dim, tile), pool.dtype), plgpu.Barrier(num_barriers=num_pieces)]
     kernel = plgpu.kernel(
-        body,
+        after_previous(body, interpret),
         out_type=jax.ShapeDtypeStruct((num_tokens, num_value_heads * value_dim), qkv.dtype),
         grid=(num_blocks if window else num_programs,),
         grid_names=("block",),

@@ -38,7 +38,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, memref, nvvm
 
-from gdn_jax._mosaic import EPS, compiler_params, is_row_of, store, warp_barrier, warpgroup_barrier
+from gdn_jax._mosaic import EPS, after_previous, compiler_params, is_row_of, store, warp_barrier, warpgroup_barrier
 from gdn_jax._ragged import is_live, read_rows, row_bounds, token_rows
 
 C = 64  # tokens of a chunk, and columns of a value tile: the M of a warpgroup product
@@ -981,7 +981,7 @@ def _prepare(qkv, decay, beta, slot_idx, offsets, table, *, nk, nv, key_dim, max
         work((qkv_g, decay_g, beta_g, slot_g, w_g, r_g, vec_g), scratch, wg, count, place_of)
 
     kernel = plgpu.kernel(
-        body,
+        after_previous(body, interpret),
         out_type=results,
         grid=(ctas,),
         grid_names=("cta",),
@@ -1415,7 +1415,7 @@ def _pass(
         work(operands, _pass_refs(interpret, scratch), wg, count, pair_of)
 
     kernel = plgpu.kernel(
-        body,
+        after_previous(body, interpret),
         out_type=jax.ShapeDtypeStruct((total, nv * value_dim), qkv.dtype),
         grid=(ctas,),
         grid_names=("cta",),
@@ -1501,7 +1501,7 @@ def _both(
 
     memory = [*_views([*buffers, plgpu.RefUnion(*[[x] for x in overlay])], 3), *_views(pass_buffers, 4)]
     kernel = plgpu.kernel(
-        body,
+        after_previous(body, None),
         out_type=[jax.ShapeDtypeStruct((total, nv * value_dim), qkv.dtype), *results],
         grid=(workers + columns * nv * (batch + 1),),
         grid_names=("cta",),
@@ -1670,7 +1670,7 @@ def _segment_maps(qkv, r, vec, slot_idx, table, *, count, dims, max_slots, inter
 
     bar = plgpu.Barrier
     kernel = plgpu.kernel(
-        body,
+        after_previous(body, interpret),
         out_type=[
             jax.ShapeDtypeStruct((segments, nv, value_dim, key_dim), f32),
             jax.ShapeDtypeStruct((segments, nv, halves * 2 * halves, LINE, LINE), dtype),
@@ -1753,7 +1753,7 @@ def _initial_states(local, steps, states, count, interpret):
         put(count - 1, state)
 
     kernel = plgpu.kernel(
-        body,
+        after_previous(body, interpret),
         out_type=jax.ShapeDtypeStruct((batch * count, nv, key_dim, value_dim), f32),
         grid=(value_dim // C, nv, batch),
         grid_names=("column", "head", "row"),

@@ -15,6 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from gdn_jax._mosaic import (
     KEY_ROWS,
+    after_previous,
     along_keys,
     along_values,
     compiler_params,
@@ -127,7 +128,7 @@ def state_fold(recurrent_state, ring, row_ids, ring_row_ids, num_accepted, has_i
             store_chunks(block, layout, lax.fori_loop(0, count, fold, state), interpret)
 
     kernel = plgpu.kernel(
-        body,
+        after_previous(body, interpret),
         out_type=(),
         grid=(num_layers * batch * num_value_heads * num_blocks,),
         grid_names=("block",),
