@@ -47,7 +47,7 @@ class Case:
         lengths: tokens of each row; for a fold, accepted records of each request.
         token_dtype, pool_dtype: names as NumPy has them.
         algorithm: of the recurrence.
-        num_layers: layers that one fold commits.
+        num_layers: layers that one fold commits, or whose recurrences follow one another, each on states of its own.
         implementation: None for the package's own choice.
     """
 
@@ -97,6 +97,9 @@ def _all_cases() -> tuple[Case, ...]:
             Case(f"decode/{short}/B{batch}", "recurrence", whole, ROWS[f"decode_{batch}"], pool_dtype=dtype)
             for batch in (1, 8, 32, 128, 256)
         ]
+        # What a model sees: nothing of a layer's states is left in the cache from the step before.
+        rows = ROWS["decode_32"]
+        cases.append(Case(f"decode/{short}/L8/B32", "recurrence", whole, rows, pool_dtype=dtype, num_layers=8))
     for short, dtype in SHORT.items():
         cases.append(Case(f"verify4/{short}/B64", "verify_ring", whole, ROWS["window4_64"], pool_dtype=dtype))
     for short, dtype in SHORT.items():
@@ -188,7 +191,11 @@ def make_inputs(case: Case, seed: int = 0) -> Inputs:
     else:
         pool = state_pool(case.heads, case.max_slots, case.pool_dtype, seed + 1)
         t = tokens_like_a_trained_model(case.heads, case.num_tokens, case.token_dtype, seed)
-        inputs = Inputs(pool, slot_idx, offsets, tokens=t.qkv, decay=t.decay, beta=t.beta)
+        row_ids = None
+        if case.num_layers > 1:
+            row_ids = spread_slots(case.num_layers * case.batch_size, case.max_slots, seed).reshape(case.num_layers, -1)
+            slot_idx = row_ids[-1]  # the check looks at the last layer
+        inputs = Inputs(pool, slot_idx, offsets, tokens=t.qkv, decay=t.decay, beta=t.beta, row_ids=row_ids)
     if case.operation == "verify_ring":
         # NaN: what the verify must write and does not is found by the check.
         ring = np.full(case.heads.ring_shape(case.batch_size, max(case.lengths)), np.nan, np.float32)
@@ -256,9 +263,9 @@ def work(case: Case) -> Work:
     if case.operation == "state_fold":
         flops = 3.0 * case.num_layers * tokens * nv * kd * vd
         return Work(2 * states + records, 2 * states, vector_flops=flops)
-    rows = tokens * ((heads.conv_dim + heads.value_dim) * size + 2 * nv * 4)
+    rows = case.num_layers * tokens * ((heads.conv_dim + heads.value_dim) * size + 2 * nv * 4)
     # Per token and value head: decay, S^T k, the rank-one update, S^T q.
-    vector_flops = 7.0 * tokens * nv * kd * vd
+    vector_flops = 7.0 * case.num_layers * tokens * nv * kd * vd
     if case.operation == "verify_ring":
         return Work(states + rows + records, states, vector_flops=vector_flops)
     if case.algorithm != "chunked":

@@ -55,7 +55,8 @@ def make_call(case: Case, inputs: Inputs, as_shapes: bool = False) -> Call:
     if case.operation == "verify_ring":
         args = arrays(x.tokens, x.decay, x.beta, x.slot_idx, x.ring_row_ids, x.offsets)
         return Call(functools.partial(_verify, case), args, arrays(x.pool, x.ring))
-    args = arrays(x.tokens, x.decay, x.beta, x.slot_idx, x.offsets)
+    layers = [x.slot_idx] if x.row_ids is None else x.row_ids
+    args = *arrays(x.tokens, x.decay, x.beta, x.offsets), arrays(*layers)
     return Call(functools.partial(_recurrence, case), args, arrays(x.pool))
 
 
@@ -87,18 +88,20 @@ def _verify(case: Case, args, state):
 
 
 def _recurrence(case: Case, args, state):
-    tokens, decay, beta, slot_idx, offsets = args
+    tokens, decay, beta, offsets, layers = args
     (pool,) = state
-    out, pool = gdn_jax.gated_delta_recurrence_fwd(
-        tokens,
-        decay,
-        beta,
-        pool,
-        slot_idx,
-        offsets,
-        algorithm=case.algorithm,
-        implementation=case.implementation,
-    )
+    out = ()
+    for slot_idx in layers:
+        out, pool = gdn_jax.gated_delta_recurrence_fwd(
+            tokens,
+            decay,
+            beta,
+            pool,
+            slot_idx,
+            offsets,
+            algorithm=case.algorithm,
+            implementation=case.implementation,
+        )
     return (pool,), out
 
 
@@ -279,7 +282,7 @@ def shapes_of(case: Case) -> Inputs:
         beta=like((tokens, heads.num_value_heads), np.float32),
         weight=like((heads.conv_dim, heads.kernel_size), token),
         ring=like(heads.ring_shape(layers * batch, max(case.lengths)), np.float32),
-        row_ids=like((layers, batch), np.int32),
+        row_ids=like((layers, batch), np.int32) if fold or layers > 1 else None,
         ring_row_ids=like((layers, batch) if fold else (batch,), np.int32),
         num_accepted=like((batch,), np.int32),
     )

@@ -287,7 +287,7 @@ def bar_groups(results: Results, prefix: str, unit: float) -> tuple[dict[str, di
         records = {PEERS.get(impl, impl): results.record(case, impl) for impl in impls}
         times = {name: record["median_us"] / unit for name, record in records.items() if record}
         if times:
-            groups[case.removeprefix(prefix)] = times
+            groups[case[prefix.rindex("/") + 1 :]] = times
     return groups, [PEERS.get(impl, impl) for impl in impls]
 
 
@@ -297,7 +297,7 @@ def plots(results: Results) -> dict[str, str]:
     panels = {f"{batch} rows": curves for batch, curves in sorted(crossover_points(results).items())}
     return {
         "decode-f32.svg": bars(
-            f"Decode, float32 states, {device}: less is better", "us", *bar_groups(results, "decode/f32/", 1.0)
+            f"Decode, float32 states, {device}: less is better", "us", *bar_groups(results, "decode/f32/B", 1.0)
         ),
         "prefill.svg": bars(
             f"Prefill, bfloat16, {device}: less is better", "ms", *bar_groups(results, "prefill/bf16/", 1000.0)

@@ -25,6 +25,8 @@ KEY_ROWS = 8
 EPS = 1e-6
 _L2_BYTES = 50 * 1024 * 1024
 """Second-level cache of a Hopper GPU. Up to that many bytes of states may still be there from the call before."""
+_STAYING_BYTES = 32 * 1024 * 1024
+"""Of states that are up to half as much again: what is left there for the next call."""
 
 
 def compiler_params():
@@ -245,12 +247,17 @@ def _operands(count: int, first: int) -> str:
     return f"{{{names}}}" if count > 1 else names
 
 
-def load_chunks(block, layout, exists, states_bytes, interpret) -> list[jax.Array]:
+def _cache_policy(priorities: str, share: float = 1.0):
+    """The policy of an access by which a share of the lines, picked by address, gets the first of the priorities."""
+    i64 = ir.IntegerType.get_signless(64)
+    return llvm.inline_asm(i64, [], f"createpolicy.fractional.{priorities}.b64 $0, {share:.4f};", "=l")
+
+
+def load_chunks(block, layout, exists, interpret) -> list[jax.Array]:
     """The chunks of a block of states in global memory, in its dtype, and zeros if they do not exist yet.
 
-    All loads are on their way at once. Where all states of the call, `states_bytes`, are more than twice what the L2
-    cache holds, they ask it to keep their lines, as `fetch_to_keep` does. Below that a part of the states may still be
-    there from the call before, which plain loads then find.
+    All loads are on their way at once, and ask the L2 cache to keep their lines until `store_chunks` has overwritten
+    them: memory then serves reads and writes faster (docs/kernels_sequential.md). Nothing but time depends on it.
     """
     count, columns = block.shape[0] // KEY_ROWS, block.shape[1]
     if interpret is not None:
@@ -266,22 +273,18 @@ def load_chunks(block, layout, exists, states_bytes, interpret) -> list[jax.Arra
         tiled = layout.to_mgpu()
         address, chunks = _chunk_accesses(block, tiled)
         word, n, letter = _words(block, tiled)
-        operands, hint, policy = [exists.registers.item(), address], "", ""
-        if states_bytes > 2 * _L2_BYTES:
-            i64 = ir.IntegerType.get_signless(64)
-            operands.append(llvm.inline_asm(i64, [], "createpolicy.fractional.L2::evict_last.b64 $0, 1.0;", "=l"))
-            hint, policy = ".L2::cache_hint", f", ${n + 2}"
+        operands = [exists.registers.item(), address, _cache_policy("L2::evict_last")]
         # By a predicate, not by a branch: the loads are then issued in a row.
         clear = " ".join(f"mov.b{word.width} ${i}, 0;" for i in range(n))
-        load = f"@p ld.global{hint}{_VECTOR[n]}.b{word.width} {_operands(n, 0)}"
+        load = f"@p ld.global.L2::cache_hint{_VECTOR[n]}.b{word.width} {_operands(n, 0)}"
         result = word if n == 1 else llvm.StructType.get_literal([word] * n)
-        constraints = ",".join([f"=&{letter}"] * n + ["r"] + ["l"] * (len(operands) - 1))
+        constraints = ",".join([f"=&{letter}"] * n + ["r", "l", "l"])
         element = ir.MemRefType(block.type).element_type
         arrays = []
         for chunk in chunks:
             registers = np.empty(tiled.registers_shape((KEY_ROWS, columns)), dtype=object)
             for i, distance in chunk:
-                text = f"{{ .reg .pred p; setp.ne.b32 p, ${n}, 0; {clear} {load}, [${n + 1}+{distance}]{policy}; }}"
+                text = f"{{ .reg .pred p; setp.ne.b32 p, ${n}, 0; {clear} {load}, [${n + 1}+{distance}], ${n + 2}; }}"
                 loaded = llvm.inline_asm(result, operands, text, constraints, has_side_effects=True)
                 parts = [loaded] if n == 1 else [llvm.extractvalue(word, loaded, [j]) for j in range(n)]
                 words = vector.from_elements(ir.VectorType.get((n,), word), parts)
@@ -292,11 +295,15 @@ def load_chunks(block, layout, exists, states_bytes, interpret) -> list[jax.Arra
     return loads(block, exists.astype(jnp.int32))  # pyright: ignore[reportCallIssue]
 
 
-def store_chunks(block, layout, chunks, interpret) -> None:
+def store_chunks(block, layout, chunks, states_bytes, interpret) -> None:
     """Writes chunks of float32, rounded to the dtype of the block in global memory.
 
     The compiler takes a reference to global memory for one to any memory, and so loads nothing from shared memory
     between two ordinary stores; these are to global memory by name.
+
+    They end what `load_chunks` asked of the L2 cache. Where all states of the call, `states_bytes`, are somewhat more
+    than it holds, a call on them would find nothing of the one before, because each line is pushed out just before it
+    is needed: lines that go at once make room there for others, which stay.
     """
     if interpret is not None:
         for i, chunk in enumerate(chunks):
@@ -308,14 +315,18 @@ def store_chunks(block, layout, chunks, interpret) -> None:
         tiled = layout.to_mgpu()
         address, places = _chunk_accesses(block, tiled)
         word, n, letter = _words(block, tiled)
+        if _L2_BYTES < states_bytes <= 1.5 * _L2_BYTES:
+            policy = _cache_policy("L2::evict_normal.L2::evict_first", _STAYING_BYTES / states_bytes)
+        else:
+            policy = _cache_policy("L2::evict_normal")
         for array, chunk in zip(arrays, places, strict=True):
             for i, distance in chunk:
                 words = vector.bitcast(ir.VectorType.get((n,), word), array.registers[i])
                 llvm.inline_asm(
                     ir.Type.parse("!llvm.void"),
-                    [address, *(vector.extract(words, [], [j]) for j in range(n))],
-                    f"st.global{_VECTOR[n]}.b{word.width} [$0+{distance}], {_operands(n, 1)};",
-                    ",".join(["l"] + [letter] * n),
+                    [address, *(vector.extract(words, [], [j]) for j in range(n)), policy],
+                    f"st.global.L2::cache_hint{_VECTOR[n]}.b{word.width} [$0+{distance}], {_operands(n, 1)}, ${n + 1};",
+                    ",".join(["l"] + [letter] * n + ["l"]),
                     has_side_effects=True,
                 )
 

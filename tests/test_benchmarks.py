@@ -19,6 +19,7 @@ from tests import oracle
 
 REQUIRED = {
     *(f"decode/{dtype}/B{batch}" for dtype in ("f32", "bf16") for batch in (1, 8, 32, 128, 256)),
+    *(f"decode/{dtype}/L8/B32" for dtype in ("f32", "bf16")),
     *(f"verify4/{dtype}/B64" for dtype in ("f32", "bf16")),
     *(f"fold4/{dtype}/L8/B64" for dtype in ("f32", "bf16")),
     *("conv/T8192", "conv/B128", "recurrent/f32/1x8192", "recurrent/f32/8x1024"),
@@ -59,6 +60,8 @@ def test_work_counts_each_byte_once():
     decode = cases.work(by_name["decode/f32/B128"])
     assert decode.state_bytes == 2 * 128 * 32 * 128 * 128 * 4
     assert decode.bytes == decode.state_bytes + 128 * (2 * (8192 + 4096) + 8 * 32)
+    layers, layer = (cases.work(by_name[name]) for name in ("decode/f32/L8/B32", "decode/f32/B32"))
+    assert (layers.bytes, layers.vector_flops) == (8 * layer.bytes, 8 * layer.vector_flops)
     # A verify reads the states and leaves them; a fold reads and writes them and reads the records.
     verify, fold = (cases.work(by_name[name]) for name in ("verify4/f32/B64", "fold4/f32/L8/B64"))
     assert verify.state_bytes * 16 == fold.state_bytes
@@ -121,17 +124,19 @@ def test_loop_programs_make_the_calls_they_say():
 
 
 @pytest.mark.parametrize(
-    ("operation", "lengths"),
+    ("operation", "lengths", "num_layers"),
     [
-        ("recurrence", (3, 1, 2)),
-        ("recurrence", (20, 9)),
-        ("verify_ring", (3, 3)),
-        ("state_fold", (3, 1, 2)),
-        ("conv1d", (20, 1)),
+        ("recurrence", (3, 1, 2), 1),
+        ("recurrence", (20, 9), 1),
+        ("recurrence", (1, 1), 3),
+        ("verify_ring", (3, 3), 1),
+        ("state_fold", (3, 1, 2), 1),
+        ("conv1d", (20, 1), 1),
     ],
 )
-def test_the_check_finds_one_wrong_number(operation, lengths):
-    case = cases.Case("test", operation, cases.HEADS["small"], lengths, "float32", implementation="xla")
+def test_the_check_finds_one_wrong_number(operation, lengths, num_layers):
+    heads = cases.HEADS["small"]
+    case = cases.Case("test", operation, heads, lengths, "float32", num_layers=num_layers, implementation="xla")
     inputs = cases.make_inputs(case)
     call = own.make_call(case, inputs)
     state, out = jax.jit(call.step)(call.args, call.state)

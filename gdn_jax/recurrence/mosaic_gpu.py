@@ -581,12 +581,13 @@ def run_rows(tokens, rows, pool, ring=None, ring_slot_idx=None, *, plan=None, in
 
             def in_registers():
                 """All loads are issued at once, with the policy that bulk copies cannot be given."""
-                state = load_chunks(block, part.layout, has_state, states_bytes, interpret)
+                state = load_chunks(block, part.layout, has_state, interpret)
                 value, gates = begin()
                 keys, queries = (part.load_keys([ref.at[c] for c in chunks]) for ref in (keys_s, queries_s))
                 spread = finish(add_products((part.zeros(), part.zeros()), state, keys, queries), value, gates)
                 keys = part.load_keys([keys_s.at[c] for c in chunks])
-                store_chunks(block, part.layout, part.update(state, keys, spread, gates[0]), interpret)
+                state = part.update(state, keys, spread, gates[0])
+                store_chunks(block, part.layout, state, states_bytes, interpret)
 
             def in_shared_memory():
                 """Two passes over the tile, so that few registers hold many programs.
@@ -635,7 +636,7 @@ def run_rows(tokens, rows, pool, ring=None, ring_slot_idx=None, *, plan=None, in
                     keys = part.load_keys([keys_s.at[c] for c in at])
                     state = part.update(part.load([state_s.at[c] for c in at]), keys, spread, gates[0])
                     home = pool_g.at[slot, h, pl.ds(at[0].start, unroll * KEY_ROWS), columns]
-                    store_chunks(home, part.layout, state, interpret)
+                    store_chunks(home, part.layout, state, states_bytes, interpret)
                     return 0
 
                 lax.fori_loop(0, num_pieces * rounds, write, 0)

@@ -97,7 +97,7 @@ def state_fold(recurrent_state, ring, row_ids, ring_row_ids, num_accepted, has_i
         @pl.when(valid & (count > 0) & (count <= ring_len))
         def _():
             block = pool_g.at[slot, head, pl.ds(first, rows)]
-            state = load_chunks(block, layout, has_state, states_bytes, interpret)
+            state = load_chunks(block, layout, has_state, interpret)
 
             def fetch(p):
                 record = ring_g.at[ring_row, key_head, p]
@@ -125,7 +125,7 @@ def state_fold(recurrent_state, ring, row_ids, ring_row_ids, num_accepted, has_i
                 return [update(s, key, delta, decays_s[p]) for s, key in zip(state, keys, strict=True)]
 
             state = [widen(s, layout, interpret) for s in state]
-            store_chunks(block, layout, lax.fori_loop(0, count, fold, state), interpret)
+            store_chunks(block, layout, lax.fori_loop(0, count, fold, state), states_bytes, interpret)
 
     kernel = plgpu.kernel(
         after_previous(body, interpret),
