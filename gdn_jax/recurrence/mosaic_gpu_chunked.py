@@ -1151,8 +1151,7 @@ def _passing(qkv, pool, batch, rows, *, nk, tiles, split, scaled_states, interpr
                 release(s0)
 
                 def write_output(o, n, s):
-                    """Through the buffer of values that chunk n + 1 has just read."""
-                    plgpu.commit_smem()  # all four warps have read it
+                    """Through the buffer of values of chunk n + 1: a warp has read just what it overwrites."""
                     tr(v_tiles.at[s, m])[...] = o
                     plgpu.commit_smem()
                     plgpu.copy_smem_to_gmem(v_rows.at[s, m], o_g.at[pl.ds(start + n * C, C), pl.ds(channel, C)])
@@ -1293,6 +1292,8 @@ def _passing(qkv, pool, batch, rows, *, nk, tiles, split, scaled_states, interpr
                     plgpu.barrier_arrive(state_in.at[s0])
 
             def bring(n, _):
+                if await_item is not None:  # while there is no room yet
+                    await_item(head, item + n)
                 s = claim(t + 1 + n)
 
                 def copy(channel, target):
@@ -1305,8 +1306,6 @@ def _passing(qkv, pool, batch, rows, *, nk, tiles, split, scaled_states, interpr
                     copy(2 * nk * key_dim + head * value_dim + first_column + m * C, v_rows.at[s, m])
                 for i in range(halves):
                     copy(key_head * key_dim + i * LINE, q_rows.at[s, i])
-                if await_item is not None:
-                    await_item(head, item + n)
                 plgpu.copy_gmem_to_smem(vec_g.at[item + n, head], vec_s.at[s], in_bar.at[s])
                 plgpu.copy_gmem_to_smem(r_g.at[item + n, head], r_s.at[s], in_bar.at[s])
                 w = w_g.at[item + n, head]
@@ -1801,7 +1800,9 @@ def recurrence(
     decay, beta = _pad_gates(decay, nk), _pad_gates(beta, nk)
     table = _row_table(offsets, has_initial_state, total + short)
     count = _num_segments(total, slot_idx.shape[0], nv, key_dim, value_dim)
-    workers = _num_workers(total, slot_idx.shape[0], nv, key_dim, value_dim) if count == 1 and interpret is None else 0
+    workers = (
+        _num_workers(total, slot_idx.shape[0], nk, nv, key_dim, value_dim) if count == 1 and interpret is None else 0
+    )
     if workers:
         pool = jax.new_ref(recurrent_state)
         out = _both(
@@ -1889,10 +1890,15 @@ def _map_tiles(key_dim, value_dim):
     return 2 if (value_dim + key_dim) % (2 * C) == 0 else 1
 
 
-def _num_workers(total, batch, nv, key_dim, value_dim):
+def _num_workers(total, batch, nk, nv, key_dim, value_dim):
     """CTAs that prepare chunks beside those that carry states, in one kernel; 0 for one kernel after the other.
 
-    Measured: worth it from 32 chunks a row on, where the states leave half of the multiprocessors idle.
+    Measured: worth it from 32 chunks a row on, where the states leave half of the multiprocessors idle. With 1.5 CTAs a
+    value head chunks are prepared as fast as they are needed; with more, W and R wait in memory until they have left
+    the L2 cache. A head that shares no place with another takes longer.
     """
     carrying = batch * nv * value_dim // C
-    return SMS - carrying if carrying <= SMS // 2 and total >= 32 * C * batch and key_dim <= 128 else 0
+    if carrying > SMS // 2 or total < 32 * C * batch or key_dim > 128:
+        return 0
+    idle = SMS - carrying
+    return idle if _heads_at_once(nv // nk) == 1 else min(idle, 3 * batch * nv // 2)
