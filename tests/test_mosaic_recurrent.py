@@ -87,7 +87,8 @@ PLANS = {
 @pytest.mark.parametrize("name", PLANS)
 def test_every_plan_takes_every_row(name, pool, interpret):
     plan = PLANS[name]
-    heads = (1, 1, 64, plan.tile) if plan.rows else (1, 2, 16, max(plan.tile, 32))
+    key_dim = 64 if plan.rows or plan.tile >= 64 else 16
+    heads = (1, 1, key_dim, plan.tile) if plan.rows else (1, 2, key_dim, max(plan.tile, 32))
     args = make([1, 18, 0, 1, 2, 1], heads, [2, 0, 1, -1, 3, 4], fresh=(4, 5), pool=pool)
     function = partial(run, plan=plan, interpret=interpret)
     check_forward(args, *(function if interpret else jax.jit(function))(args))
@@ -136,6 +137,24 @@ def test_verify(ring_dtype, window, padding):
     assert (np.isnan(records) == np.isnan(reference)).all()
     budget = 2e-6 if ring_dtype == "float32" else 4e-3
     assert_close(np.nan_to_num(records), np.nan_to_num(reference), budget)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pool", ["float32", "bfloat16"])
+def test_verify_of_many_rows(pool):
+    """So many that the second program of a block begins late."""
+    batch = 1100
+    args = make([4] * batch, (1, 2, 64, 64), list(range(batch)), pool=pool, fresh=(1, 700))
+    ring = jnp.zeros((batch, 1, 4, 64 + 2 * 65), jnp.float32)
+
+    def verified(args, ring):
+        state, records = jax.new_ref(args[3]), jax.new_ref(ring)
+        return forward.run_rows(args[:3], args[4:], state, records, args[4])
+
+    def by_token(args):
+        return forward.run_rows(args[:3], args[4:], jax.new_ref(args[3]), plan=forward.Plan(64))
+
+    assert_same_bits(jax.jit(verified)(args, ring), jax.jit(by_token)(args))
 
 
 def test_verify_is_served_as_the_forward_is():

@@ -304,6 +304,12 @@ def token_output(sums, value, gates):
     return out, factor
 
 
+def divided(x, n: int):
+    """`x // n` and `x % n` of an int32 that is not negative, in fewer operations than a signed division takes."""
+    parts = (op(jnp.asarray(x).astype(jnp.uint32), jnp.uint32(n)) for op in (lax.div, lax.rem))
+    return tuple(part.astype(jnp.int32) for part in parts)
+
+
 def row_bounds(offsets, b, num_tokens):
     start = jnp.clip(offsets[b], 0, num_tokens)
     return start, jnp.clip(offsets[b + 1], start, num_tokens)
@@ -688,12 +694,23 @@ def run_rows(tokens, rows, pool, ring=None, ring_slot_idx=None, *, plan=None, in
         vectors = KeyVectors(key_dim, window)
         num_runs = num_programs // plan.run
 
-        def first_tile(n):
-            return (worker + n * num_workers) * plan.run
+        runs_a_head = group * num_tiles // plan.run
+        runs_a_row = num_key_heads * runs_a_head
+        # Where there are runs enough to make up for it, the first program of a block has the memory for itself first.
+        staggered = pool.dtype.itemsize == 2 and plan.warpgroups > 1 and num_runs > 2 * num_workers
+
+        def place(n):
+            """Row, key head, first tile among those of the key head, and first value column of the worker's run n.
+
+            For one past its last, those of some run that exists.
+            """
+            b, run = divided(jnp.minimum(worker + n * num_workers, num_runs - 1), runs_a_row)
+            hk, part = divided(run, runs_a_head)
+            return b, hk, part * plan.run, run * (plan.run * tile)
 
         def row_indices(n):
             """What memory says about the row of the worker's run n, as int32."""
-            b, _, _ = where(jnp.minimum(first_tile(n), num_programs - 1))
+            b = place(n)[0]
             indices = [slot_g[b], offset_g[b], offset_g[b + 1], has_g[b].astype(jnp.int32)]
             return indices if ring is None else [*indices, ring_slot_g[b]]
 
@@ -701,49 +718,47 @@ def run_rows(tokens, rows, pool, ring=None, ring_slot_idx=None, *, plan=None, in
             """Row of the worker's run n."""
             slot, start, end, has_state, *ring_slot = indices
             start, end = row_bounds((start, end), 0, num_tokens)
-            busy = is_row_of(slot, max_slots) & (end > start) & (first_tile(n) < num_programs)
+            busy = is_row_of(slot, max_slots) & (end > start) & (worker + n * num_workers < num_runs)
             return RunRow(slot, start, end, busy, has_state != 0, ring_slot[0] if ring_slot else None)
 
-        def value_columns(i):
-            """First value column of tile i, among those of all heads."""
-            return lax.rem(i, num_value_heads * num_tiles) * tile
-
-        def fetch_state(slot, i):
-            _, h, v0 = where(i)
+        def fetch_state(slot, column):
+            """The tile of a state that begins at a value column, counted through all heads."""
+            h, v0 = divided(column, value_dim)
             plgpu.copy_gmem_to_smem(pool_g.at[slot, h, :, pl.ds(v0, tile)], state_s, state_arrived.at[warpgroup])
 
-        def fetch_values(first, i, stage):
-            """The values of tile i in the window that begins at token `first`."""
-            columns = pl.ds(2 * num_key_heads * key_dim + value_columns(i), tile)
+        def fetch_values(first, column, stage):
+            """The values of a tile in the window that begins at token `first`."""
+            columns = pl.ds(2 * num_key_heads * key_dim + column, tile)
             source = qkv_g.at[pl.ds(first, window), columns]
             plgpu.copy_gmem_to_smem(source, values_s.at[stage], values_arrived.at[warpgroup])
 
-        def fetch_keys(first, i):
-            """Keys and queries of tile i in the window that begins at token `first`."""
-            for which, columns in enumerate(token_columns(where(i)[1])[:2]):
-                source = qkv_g.at[pl.ds(first, window), columns]
+        def fetch_keys(first, hk):
+            """Keys and queries of a key head in the window that begins at token `first`."""
+            for which, head in enumerate((num_key_heads + hk, hk)):
+                source = qkv_g.at[pl.ds(first, window), pl.ds(head * key_dim, key_dim)]
                 plgpu.copy_gmem_to_smem(source, raw_s.at[which], keys_arrived.at[warpgroup])
 
         def load_gates(first, n):
             """Decay and beta of all value heads of the key head of the worker's run n, a window from `first` on."""
-            _, h, _ = where(jnp.minimum(first_tile(n), num_programs - 1))
             # The array may end before the window does.
             rows = pl.ds(jnp.minimum(first, num_tokens - window), window)
-            columns = pl.ds(lax.div(h, group) * group, group)
+            columns = pl.ds(place(n)[1] * group, group)
             return [load(g.at[rows, columns], token_rows_layout(group)) for g in (decay_g, beta_g)]
 
-        def fetch_run(n, row, stage):
+        def fetch_run(n, row, stage, with_state: bool | jax.Array = True):
             """What the worker's run n begins with."""
 
             @pl.when(row.busy)
             def _():
-                fetch_keys(row.start, first_tile(n))
-                fetch_state(row.slot, first_tile(n))
-                fetch_values(row.start, first_tile(n), stage)
+                hk, column = place(n)[1::2]
+                fetch_keys(row.start, hk)
+                fetch_values(row.start, column, stage)
+                pl.when(with_state)(lambda: fetch_state(row.slot, column))
 
         def run_of(n, carry):
             row, next_row, first_gates, stage = carry
-            b = where(first_tile(n))[0]
+            b, hk, part, column = place(n)
+            next_hk, next_column = place(n + 1)[1::2]
             slot, start, end, busy, has_state, ring_slot = row
             indices_after = row_indices(n + 2)
             next_gates = load_gates(next_row.start, n + 1)
@@ -754,18 +769,35 @@ def run_rows(tokens, rows, pool, ring=None, ring_slot_idx=None, *, plan=None, in
                 to = ring_row(ring_g, ring_slot, end - start)
                 commits = end - start > ring_g.shape[2]
 
-            def tile_after(i):
-                """The tile that the worker computes after the run's tile i, and the slot and first token of its row."""
-                in_run = i + 1 < plan.run
-                here = first_tile(n) + i + 1, slot, start
-                there = first_tile(n + 1), next_row.slot, next_row.start
-                return in_run | next_row.busy, *(jnp.where(in_run, x, y) for x, y in zip(here, there, strict=True))
+            def prepare(i, first, gates):
+                """Keys, queries, scales and gates of the run's tile i in the window that begins at token `first`."""
+                plgpu.barrier_wait(keys_arrived.at[warpgroup])
+                keys, queries = (vectors.load(raw_s.at[which]) for which in range(2))
+                vectors.store(keys_s, keys)
+                vectors.store(queries_s, queries)
+                for j, gate in enumerate(gates):
+                    store(gates_s.at[j], gate)
+                for j, scale in enumerate(vectors.scales(keys, queries)):
+                    store(scales_s.at[j], scale)
+                warpgroup_barrier(interpret)
+                last = first + window >= end
+                again = jnp.logical_not(one_window) & (jnp.logical_not(last) | (i + 1 < plan.run))
+
+                @pl.when(again | next_row.busy)
+                def _():
+                    of_row = jnp.where(last, start, first + window)
+                    fetch_keys(jnp.where(again, of_row, next_row.start), jnp.where(again, hk, next_hk))
 
             def tile_of(i, stage):
-                h, v0 = where(first_tile(n) + i)[1:]
-                member = lax.rem(h, group)
-                more, next_tile, next_slot, next_start = tile_after(i)
-                out_columns = pl.ds(value_columns(first_tile(n) + i), tile)
+                # The tile that the worker computes after this one, if any: of the same run, or of the next one.
+                in_run = i + 1 < plan.run
+                more = in_run | next_row.busy
+                tile_column = column + i * tile
+                next_tile_column = jnp.where(in_run, tile_column + tile, next_column)
+                next_slot = jnp.where(in_run, slot, next_row.slot)
+                next_start = jnp.where(in_run, start, next_row.start)
+                member, v0 = divided((part + i) * tile, value_dim)
+                out_columns = pl.ds(tile_column, tile)
 
                 def window_of(carry):
                     first, state, stage = carry
@@ -782,33 +814,16 @@ def run_rows(tokens, rows, pool, ring=None, ring_slot_idx=None, *, plan=None, in
                     def _():
                         fetch_values(
                             jnp.where(last, next_start, first + window),
-                            jnp.where(last, next_tile, first_tile(n) + i),
+                            jnp.where(last, next_tile_column, tile_column),
                             1 - stage,
                         )
 
-                    @pl.when((i == 0) | jnp.logical_not(one_window))
+                    @pl.when(jnp.logical_not(one_window) & ((i > 0) | (first > start)))
                     def _():
-                        gates = lax.cond((i == 0) & (first == start), lambda: first_gates, lambda: load_gates(first, n))
-                        plgpu.barrier_wait(keys_arrived.at[warpgroup])
-                        keys, queries = (vectors.load(raw_s.at[which]) for which in range(2))
-                        vectors.store(keys_s, keys)
-                        vectors.store(queries_s, queries)
-                        for j, gate in enumerate(gates):
-                            store(gates_s.at[j], gate)
-                        for j, scale in enumerate(vectors.scales(keys, queries)):
-                            store(scales_s.at[j], scale)
-                        warpgroup_barrier(interpret)
-                        again = jnp.logical_not(one_window) & (jnp.logical_not(last) | (i + 1 < plan.run))
-
-                        @pl.when(again | next_row.busy)
-                        def _():
-                            of_row = jnp.where(last, start, first + window)
-                            fetch_keys(
-                                jnp.where(again, of_row, next_row.start),
-                                jnp.where(again, first_tile(n), first_tile(n + 1)),
-                            )
+                        prepare(i, first, load_gates(first, n))
 
                     def token(p, state):
+                        needed = None if ring is None else commits | (first + p + 1 < end)
                         state, out, factor = whole.step(
                             state,
                             whole.load_keys([keys_s.at[p, c] for c in chunks]),
@@ -818,7 +833,7 @@ def run_rows(tokens, rows, pool, ring=None, ring_slot_idx=None, *, plan=None, in
                                 *(gates_s[j, p + gates_shift, member] for j in range(2)),
                                 *(scales_s[j, p] for j in range(3)),
                             ],
-                            needed=None if ring is None else commits | (first + p + 1 < end),
+                            needed=needed,
                         )
                         store(out_g.at[first + p, out_columns], out)
                         if ring is not None:
@@ -831,7 +846,7 @@ def run_rows(tokens, rows, pool, ring=None, ring_slot_idx=None, *, plan=None, in
 
                         @pl.when(to >= 0)
                         def _():
-                            records = ring_g.at[to, lax.div(h, group)]
+                            records = ring_g.at[to, hk]
 
                             @pl.when(count == window)
                             def _():
@@ -849,9 +864,11 @@ def run_rows(tokens, rows, pool, ring=None, ring_slot_idx=None, *, plan=None, in
                             @pl.when(count < window)
                             def _():
                                 warpgroup_barrier(interpret)
+                                # Or its addresses were computed ahead of every tile.
+                                at = lax.optimization_barrier(first - start)
 
                                 def write(p, _):
-                                    record = records.at[first - start + p]
+                                    record = records.at[at + p]
                                     decay = gates_s[0, p + gates_shift, member]
                                     write_record(
                                         record, member, group, v0, keys_s.at[p], factors_s.at[p], value_dim, decay
@@ -870,21 +887,29 @@ def run_rows(tokens, rows, pool, ring=None, ring_slot_idx=None, *, plan=None, in
 
                 @pl.when(more)
                 def _():
-                    fetch_state(next_slot, next_tile)
+                    fetch_state(next_slot, next_tile_column)
 
                 _, state, stage = lax.while_loop(lambda carry: carry[0] < end, window_of, (start, state, stage))
 
                 @pl.when(commits)
                 def _():
+                    h = hk * group + member
                     whole.store([pool_g.at[slot, h, c, pl.ds(v0, tile)] for c in chunks], state)
 
                 return stage
+
+            def compute():
+                # Before the state is waited for.
+                prepare(0, start, first_gates)
+                if staggered:
+                    pl.when((n == 0) & (warpgroup > 0))(lambda: fetch_state(slot, column))
+                return lax.fori_loop(0, plan.run, tile_of, stage)
 
             def skip():
                 fetch_run(n + 1, next_row, stage)
                 return stage
 
-            stage = lax.cond(busy, lambda: lax.fori_loop(0, plan.run, tile_of, stage), skip)
+            stage = lax.cond(busy, compute, skip)
 
             # The compilers turn an index into a scalar at once, and so wait for memory wherever it is loaded. From the
             # begin of the run until here these only pass to shared memory; the barrier keeps warps within two runs.
@@ -897,7 +922,7 @@ def run_rows(tokens, rows, pool, ring=None, ring_slot_idx=None, *, plan=None, in
             @pl.when((ends[0] > 0) | (ends[1] < num_tokens) | jnp.logical_not(live))
             def _():
                 def zero(i, _):
-                    out_columns = pl.ds(value_columns(first_tile(n) + i), tile)
+                    out_columns = pl.ds(column + i * tile, tile)
 
                     @pl.when(jnp.logical_not(live))
                     def _():
@@ -913,9 +938,11 @@ def run_rows(tokens, rows, pool, ring=None, ring_slot_idx=None, *, plan=None, in
         ends = offset_g[0], offset_g[batch]
         # Both rows' indices in one trip to memory.
         first_row, second_row = (row_of(n, indices) for n, indices in enumerate([row_indices(n) for n in range(2)]))
-        fetch_run(0, first_row, 0)
+        # Before the bulk copies, or they would wait until those are through.
+        gates = load_gates(first_row.start, 0)
+        fetch_run(0, first_row, 0, with_state=warpgroup == 0 if staggered else True)
         count_runs = lax.div(num_runs - worker + (num_workers - 1), num_workers)
-        carry = first_row, second_row, load_gates(first_row.start, 0), jnp.int32(0)
+        carry = first_row, second_row, gates, jnp.int32(0)
         lax.fori_loop(0, count_runs, run_of, carry)
 
     def streamed(qkv_g, decay_g, beta_g, slot_g, offset_g, has_g, *refs):
