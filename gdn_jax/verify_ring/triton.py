@@ -99,10 +99,10 @@ def float_state(parts, WIDE: tl.constexpr):
 
 
 @triton.jit
-def load_state(at, step, masks, wanted):
+def load_state(at, step, masks, wanted, EVICTION: tl.constexpr):
     """A branch: zeros cost nothing where they are not wanted."""
     if wanted:  # noqa: SIM108
-        parts = load_parts(at, step, masks, "evict_first")
+        parts = load_parts(at, step, masks, EVICTION)
     else:
         parts = zero_parts(at, masks)
     return parts
@@ -143,12 +143,13 @@ def verify_kernel(
     qkv, decay, beta, slot_idx, ring_slot_idx, offsets, has_initial_state, T, B, MAX_SLOTS, RING_ROWS, pool, ring, out,
     pool_again: tl.constexpr, ring_again: tl.constexpr, NK: tl.constexpr, NV: tl.constexpr,
     KD: tl.constexpr, VD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SLAB: tl.constexpr,
-    SPREAD: tl.constexpr, SCALE: tl.constexpr, HEADS: tl.constexpr, WIDE: tl.constexpr, RING_LEN: tl.constexpr,
-    STRIDE: tl.constexpr,
+    SPREAD: tl.constexpr, SCALE: tl.constexpr, CACHED: tl.constexpr, HEADS: tl.constexpr, WIDE: tl.constexpr,
+    RING_LEN: tl.constexpr, STRIDE: tl.constexpr,
 ):  # fmt: skip
     """HEADS heads a program. With WIDE 2 the pool is bfloat16 and read as 32-bit numbers, two columns each."""
     TILES: tl.constexpr = (VD + COLUMNS - 1) // COLUMNS
     GROUP: tl.constexpr = NV // NK
+    DROP: tl.constexpr = "" if CACHED else "evict_first"
     # Of a 16-bit pool there is room for a next state beside the old one.
     NARROW: tl.constexpr = pool.dtype.element_ty.primitive_bitwidth == 16
     program = tl.program_id(0)
@@ -173,7 +174,7 @@ def verify_kernel(
         read_at = words + (slot * NV + h0) * (KD * VD // WIDE) + row[:, None] * (VD // WIDE) + word[None, :]
         readable = tile_masks(is_row, word < VD // WIDE)
         # Not in a branch, which the first token would have to arrive before.
-        loaded = load_parts(read_at, SLAB * VD // WIDE, each_and(readable, has_state), "evict_first")
+        loaded = load_parts(read_at, SLAB * VD // WIDE, each_and(readable, has_state), DROP)
         # A row that the ring has no room for writes its states.
         committed = end - start > RING_LEN
         updates = tl.where(committed | (HEADS == 1), end, end - 1)
@@ -200,7 +201,7 @@ def verify_kernel(
                 out_at += NV * VD
             if committed:
                 state_at = pool + (slot * NV + h) * (KD * VD) + v0 + row[:, None] * VD + column[None, :]
-                store_parts(state_at, SLAB * VD, state, tile_masks(is_row, is_value), "evict_first")
+                store_parts(state_at, SLAB * VD, state, tile_masks(is_row, is_value), DROP)
             if HEADS > 1:
                 # The last token; of a row that is committed once more, for nothing.
                 both, value, d, bt = token
@@ -209,11 +210,11 @@ def verify_kernel(
                 token = load_packed(at, key_index, is_key, column, is_value)
                 read_at += KD * VD // WIDE
                 if NARROW:
-                    loaded = load_state(read_at, SLAB * VD // WIDE, readable, has_state & more)
+                    loaded = load_state(read_at, SLAB * VD // WIDE, readable, has_state & more, DROP)
                 key, query = unpacked(both)
                 against_key, against_query, _ = sums_with_state(state, both, SLAB, COLUMNS)
                 if not NARROW:
-                    loaded = load_state(read_at, SLAB * VD // WIDE, readable, has_state & more)
+                    loaded = load_state(read_at, SLAB * VD // WIDE, readable, has_state & more, DROP)
                 o, factor = token_output(against_key, against_query, key, query, value, d, bt, SPREAD, SCALE)
                 store_token(
                     out_at, record, o, key, factor, d, column, is_value, key_index, is_key, v0, h % GROUP,
