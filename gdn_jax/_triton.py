@@ -49,7 +49,9 @@ def row_launch(qkv, recurrent_state, batch: int) -> tuple[int, bool, dict]:
     cached = batch * sizes["NV"] * sizes["KD"] * sizes["VD"] * itemsize <= _CACHE_BYTES
     rows = max(triton.next_power_of_2(sizes["KD"]), PARTS.value)
     longer = qkv.shape[0] > batch
-    columns = min(triton.next_power_of_2(sizes["VD"]), 128 * 32 // rows if longer else (128 if cached else 256) // itemsize)
+    columns = min(
+        triton.next_power_of_2(sizes["VD"]), 128 * 32 // rows if longer else (128 if cached else 256) // itemsize
+    )
     tiles = batch * sizes["NV"] * triton.cdiv(sizes["VD"], columns)
     constants = {
         "num_warps": max(rows * columns // (128 * 32), 1),
