@@ -4,7 +4,7 @@ Token by token, each program takes one tile of a state through its row; in chunk
 """
 
 # What Triton compiles is not typed as Python is.
-# pyright: reportArgumentType=false
+# pyright: reportArgumentType=false, reportAssignmentType=false
 
 import jax
 

@@ -7,7 +7,7 @@ into the same registers.
 
 # What Triton compiles is not typed as Python is.
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportAttributeAccessIssue=false
-# pyright: reportOperatorIssue=false
+# pyright: reportAssignmentType=false, reportOperatorIssue=false
 
 import jax
 import jax.numpy as jnp
