@@ -321,8 +321,14 @@ def token_at(
 
 @triton.jit
 def load_token(at, key_index, is_key, column, is_value):
-    """Key and query in parts, value (a tile of it), decay and beta, in float32."""
+    """Key and query in parts, value (a tile of it), decay and beta: as they are, a conversion would wait for them."""
     query, key, value, decay, beta = at
-    query = float_parts(load_parts(query + key_index, key_index.shape[0], is_key, ""))
-    key = float_parts(load_parts(key + key_index, key_index.shape[0], is_key, ""))
-    return key, query, load_float(value + column, is_value), tl.load(decay), tl.load(beta)
+    query = load_parts(query + key_index, key_index.shape[0], is_key, "")
+    key = load_parts(key + key_index, key_index.shape[0], is_key, "")
+    return key, query, tl.load(value + column, mask=is_value, other=0.0), tl.load(decay), tl.load(beta)
+
+
+@triton.jit
+def float_token(token):
+    key, query, value, decay, beta = token
+    return float_parts(key), float_parts(query), value.to(tl.float32), decay, beta

@@ -14,6 +14,7 @@ from gdn_jax._triton import (
     across,
     each_and,
     float_parts,
+    float_token,
     load_parts,
     load_token,
     product_with_state,
@@ -70,7 +71,7 @@ def forward_kernel(
         keep: tl.constexpr = "" if CACHED else "evict_last"
         state = float_parts(load_parts(state_at, SLAB * VD, each_and(inside, has_state), keep))
         for t in range(start, end):
-            key, query, value, d, bt = token
+            key, query, value, d, bt = float_token(token)
             if AHEAD:
                 at = token_at(qkv, decay, beta, tl.minimum(t + 1, end - 1), h, v0, NK, NV, KD, VD)
                 token = load_token(at, key_index, is_key, column, is_value)

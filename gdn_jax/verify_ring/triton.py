@@ -18,6 +18,7 @@ from gdn_jax._triton import (
     across,
     each_and,
     float_parts,
+    float_token,
     load_parts,
     load_token,
     product_with_state,
@@ -42,13 +43,11 @@ _PROGRAMS = 8 * 132
 
 
 def heads_in_turn(tiles: int, num_heads: int) -> int:
-    """How many heads a program takes, one if there are few tiles.
+    """How many heads a program takes.
 
     The time is that of the rounds of as many programs as there is room for, each as long as its heads and the wait for
     the first of them, about another one.
     """
-    if tiles <= 3 * _PROGRAMS:
-        return 1
     counts = (heads for heads in range(1, num_heads + 1) if num_heads % heads == 0)
     return min(counts, key=lambda heads: triton.cdiv(tiles, heads * _PROGRAMS) * (heads + 1))
 
@@ -62,17 +61,16 @@ def token_after(at, count, NK: tl.constexpr, NV: tl.constexpr, KD: tl.constexpr,
 
 
 @triton.jit
-def load_packed(at, key_index, is_key, column, is_value):
-    """A token, each element of its key with the one of its query as the halves of a 64-bit number.
+def packed(key, query):
+    """Each element of a key with the one of the query as the halves of a 64-bit number.
 
     As one they go to the threads that have their rows, which is a chain of waits, one for each part of what goes.
     """
-    key, query, value, decay, beta = load_token(at, key_index, is_key, column, is_value)
     both = ()
     for i in tl.static_range(PARTS):
         low = key[i].to(tl.uint32, bitcast=True).to(tl.uint64)
         both += (low | (query[i].to(tl.uint32, bitcast=True).to(tl.uint64) << 32),)
-    return both, value, decay, beta
+    return both
 
 
 @triton.jit
@@ -117,9 +115,9 @@ def zero_parts(at, masks):
 
 
 @triton.jit
-def sums_with_state(state, both, SLAB: tl.constexpr, COLUMNS: tl.constexpr):
+def sums_with_state(state, key, query, SLAB: tl.constexpr, COLUMNS: tl.constexpr):
     """Rows whose sums are those of the state with the key and with the query, and the key in slabs."""
-    key, query = unpacked(across(both, SLAB, COLUMNS))
+    key, query = unpacked(across(packed(key, query), SLAB, COLUMNS))
     return product_with_state(state, key), product_with_state(state, query), key
 
 
@@ -168,7 +166,7 @@ def verify_kernel(
     if live & (end > start):
         # Before the state, whose arrival is waited for.
         at = token_at(qkv, decay, beta, start, h0, v0, NK, NV, KD, VD)
-        token = load_packed(at, key_index, is_key, column, is_value)
+        token = load_token(at, key_index, is_key, column, is_value)
         words = pool if WIDE == 1 else pool.to(tl.pointer_type(tl.uint32), bitcast=True)
         word = tile * (COLUMNS // WIDE) + tl.arange(0, COLUMNS // WIDE)
         read_at = words + (slot * NV + h0) * (KD * VD // WIDE) + row[:, None] * (VD // WIDE) + word[None, :]
@@ -186,11 +184,10 @@ def verify_kernel(
             record = row_at + h // GROUP * (RING_LEN * STRIDE)
             out_at = out + tl.cast(start, tl.int64) * (NV * VD) + h * VD + v0
             for t in range(start, updates):
-                both, value, d, bt = token
+                key, query, value, d, bt = float_token(token)
                 at = token_after(at, tl.where(t + 1 < end, 1, 0), NK, NV, KD, VD)
-                token = load_packed(at, key_index, is_key, column, is_value)
-                key, query = unpacked(both)
-                against_key, against_query, key_slabs = sums_with_state(state, both, SLAB, COLUMNS)
+                token = load_token(at, key_index, is_key, column, is_value)
+                against_key, against_query, key_slabs = sums_with_state(state, key, query, SLAB, COLUMNS)
                 o, factor = token_output(against_key, against_query, key, query, value, d, bt, SPREAD, SCALE)
                 state = update_parts(state, key_slabs, factor, d)
                 store_token(
@@ -204,15 +201,14 @@ def verify_kernel(
                 store_parts(state_at, SLAB * VD, state, tile_masks(is_row, is_value), DROP)
             if HEADS > 1:
                 # The last token; of a row that is committed once more, for nothing.
-                both, value, d, bt = token
+                key, query, value, d, bt = float_token(token)
                 more = h + 1 < h0 + HEADS
                 at = token_at(qkv, decay, beta, start, tl.where(more, h + 1, h), v0, NK, NV, KD, VD)
-                token = load_packed(at, key_index, is_key, column, is_value)
+                token = load_token(at, key_index, is_key, column, is_value)
                 read_at += KD * VD // WIDE
                 if NARROW:
                     loaded = load_state(read_at, SLAB * VD // WIDE, readable, has_state & more, DROP)
-                key, query = unpacked(both)
-                against_key, against_query, _ = sums_with_state(state, both, SLAB, COLUMNS)
+                against_key, against_query, _ = sums_with_state(state, key, query, SLAB, COLUMNS)
                 if not NARROW:
                     loaded = load_state(read_at, SLAB * VD // WIDE, readable, has_state & more, DROP)
                 o, factor = token_output(against_key, against_query, key, query, value, d, bt, SPREAD, SCALE)
