@@ -189,7 +189,9 @@ def verify_kernel(
                 token = load_token(at, key_index, is_key, column, is_value)
                 against_key, against_query, key_slabs = sums_with_state(state, key, query, SLAB, COLUMNS)
                 o, factor = token_output(against_key, against_query, key, query, value, d, bt, SPREAD, SCALE)
-                state = update_parts(state, key_slabs, factor, d)
+                # With heads in turn, a last token that needs no new state comes below.
+                if (HEADS > 1) | committed | (t + 1 < end):
+                    state = update_parts(state, key_slabs, factor, d)
                 store_token(
                     out_at, record, o, key, factor, d, column, is_value, key_index, is_key, v0, h % GROUP, True,
                     recorded, GROUP, KD, VD,
