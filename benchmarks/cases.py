@@ -101,7 +101,10 @@ def _all_cases() -> tuple[Case, ...]:
         rows = ROWS["decode_32"]
         cases.append(Case(f"decode/{short}/L8/B32", "recurrence", whole, rows, pool_dtype=dtype, num_layers=8))
     for short, dtype in SHORT.items():
-        cases.append(Case(f"verify4/{short}/B64", "verify_ring", whole, ROWS["window4_64"], pool_dtype=dtype))
+        cases += [
+            Case(f"verify4/{short}/B{batch}", "verify_ring", whole, ROWS[f"window4_{batch}"], pool_dtype=dtype)
+            for batch in (8, 32, 64)
+        ]
     for short, dtype in SHORT.items():
         name = f"fold4/{short}/L8/B64"
         cases.append(Case(name, "state_fold", whole, ROWS["window4_64"], pool_dtype=dtype, num_layers=8))

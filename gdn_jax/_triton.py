@@ -20,6 +20,8 @@ PARTS = tl.constexpr(4)
 SLABS = 16
 """A tile of a state is a tuple of that many, one below the other: sums over its rows begin as chains of `fma`."""
 MAX_HEAD_DIM = 256
+_CACHE_BYTES = 50 * 1024 * 1024
+"""Of an H200's L2 cache."""
 
 
 def unsupported_head_dims(key_head_dim: int, value_head_dim: int) -> str | None:
@@ -39,13 +41,17 @@ def row_launch(qkv, recurrent_state, batch: int) -> tuple[int, bool, dict]:
     """How many tiles there are, whether rows are longer than a token, and warps and constants for going token by token.
 
     128 elements of a state a thread. Rows of one token wait for memory: their tiles are 256 bytes wide, two lines of
-    the cache. Longer ones compute: one warp each, which waits for no other.
+    the cache, or one line where the cache is all they wait for. Longer ones compute: one warp each, which waits for no
+    other.
     """
     sizes = head_sizes(qkv, recurrent_state)
     itemsize = recurrent_state.dtype.itemsize
+    cached = batch * sizes["NV"] * sizes["KD"] * sizes["VD"] * itemsize <= _CACHE_BYTES
     rows = max(triton.next_power_of_2(sizes["KD"]), PARTS.value)
     longer = qkv.shape[0] > batch
-    columns = min(triton.next_power_of_2(sizes["VD"]), 128 * 32 // rows if longer else 256 // itemsize)
+    columns = min(
+        triton.next_power_of_2(sizes["VD"]), 128 * 32 // rows if longer else (128 if cached else 256) // itemsize
+    )
     tiles = batch * sizes["NV"] * triton.cdiv(sizes["VD"], columns)
     constants = {
         "num_warps": max(rows * columns // (128 * 32), 1),
@@ -56,6 +62,8 @@ def row_launch(qkv, recurrent_state, batch: int) -> tuple[int, bool, dict]:
         # Over how many rows of a slab the threads are spread: those below one another in a thread are summed up first.
         "SPREAD": max(rows // (8 * itemsize), 1),
         "SCALE": sizes["KD"] ** -0.5,
+        # States that fit into the cache are there when the next call comes: no hint which of them go first.
+        "CACHED": cached,
         **sizes,
     }
     return tiles, longer, constants
@@ -313,8 +321,14 @@ def token_at(
 
 @triton.jit
 def load_token(at, key_index, is_key, column, is_value):
-    """Key and query in parts, value (a tile of it), decay and beta, in float32."""
+    """Key and query in parts, value (a tile of it), decay and beta: as they are, a conversion would wait for them."""
     query, key, value, decay, beta = at
-    query = float_parts(load_parts(query + key_index, key_index.shape[0], is_key, ""))
-    key = float_parts(load_parts(key + key_index, key_index.shape[0], is_key, ""))
-    return key, query, load_float(value + column, is_value), tl.load(decay), tl.load(beta)
+    query = load_parts(query + key_index, key_index.shape[0], is_key, "")
+    key = load_parts(key + key_index, key_index.shape[0], is_key, "")
+    return key, query, tl.load(value + column, mask=is_value, other=0.0), tl.load(decay), tl.load(beta)
+
+
+@triton.jit
+def float_token(token):
+    key, query, value, decay, beta = token
+    return float_parts(key), float_parts(query), value.to(tl.float32), decay, beta

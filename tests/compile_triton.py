@@ -65,11 +65,14 @@ def compile_all(call, platform: str):
     for module in modules:
         setattr(module, "triton_call", call)  # noqa: B010
     for pool in ("float32", "bfloat16"):
-        for num_tokens in (64, 256):
-            args = rows(num_tokens, 64, (16, 32, 128, 128), pool=pool)
+        # The states of 8 rows fit into the cache.
+        for batch in (8, 64):
+            args = rows(batch, batch, (16, 32, 128, 128), pool=pool)
             forward.recurrence(*args, algorithm="recurrent", precision=None)
-        ring = shape(64, 16, 8, 386)
-        verify.verify_ring(*args[:4], ring, args[4], args[4], *args[5:])
+            args = rows(4 * batch, batch, (16, 32, 128, 128), pool=pool)
+            ring = shape(batch, 16, 8, 386)
+            verify.verify_ring(*args[:4], ring, args[4], args[4], *args[5:])
+        forward.recurrence(*args, algorithm="recurrent", precision=None)
         layers = shape(8, 64, dtype="int32")
         fold.state_fold(args[3], ring, layers, layers, args[4], args[6])
     odd = rows(256, 64, (2, 6, 40, 24), tokens="float16", pool="float16")

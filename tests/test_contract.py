@@ -15,6 +15,7 @@ from tests.harness import (
     OUTPUT_BUDGET,
     POISONS,
     POOL_ROUNDING,
+    Implementation,
     assert_close,
     assert_other_rows_kept,
     assert_same_bits,
@@ -447,6 +448,24 @@ def test_many_windows(implementation, pool_dtype):
     accepted = np.where(too_long, 0, lengths)
     folded = implementation.fold(kept, ring, slots[None], ring_rows[None], accepted, has_initial_state=flags)
     assert_same_bits(folded, forward_pool, "all accepted, or committed")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pool_dtype", DTYPES[:2])
+@pytest.mark.parametrize("name", ["mosaic_gpu", "triton"])
+def test_many_rows_have_the_bits_of_few(name, pool_dtype):
+    """States of few rows fit into a GPU's cache, which its kernels may have other tiles for."""
+    implementation, heads, many, few = Implementation(name), shapes.HEADS["qwen3.5"], 56, 8
+    tokens = shapes.trained_tokens(heads, many, "bfloat16", 23)
+    pool, slots = shapes.state_pool(heads, many, pool_dtype), shapes.spread_slots(many, many, 24)
+    out, new_pool = implementation.recurrence(
+        tokens, pool, slots, shapes.row_offsets((1,) * many), algorithm="recurrent"
+    )
+    few_out, few_pool = implementation.recurrence(
+        tokens[:few], pool, slots[:few], shapes.row_offsets((1,) * few), algorithm="recurrent"
+    )
+    assert_same_bits(few_out, out[:few], "outputs")
+    assert_same_bits(few_pool[slots[:few]], new_pool[slots[:few]], "states")
 
 
 @pytest.mark.parametrize("index_dtype", ["int32", "uint32"])

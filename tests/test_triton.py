@@ -275,15 +275,18 @@ def test_verify_and_fold(ring_dtype, padding, in_turn, pool, monkeypatch):
         assert_close(folded[[4, 2]], forward_pool[[4, 2]], 1e-2)
 
 
-@pytest.mark.parametrize(("rows", "heads"), [(0, 1), (1, 1), (24, 1), (32, 4), (64, 8), (96, 4), (256, 32)])
+@pytest.mark.parametrize(("rows", "heads"), [(0, 1), (1, 1), (8, 1), (16, 2), (32, 4), (64, 8), (96, 4), (256, 32)])
 def test_heads_in_turn(rows, heads):
-    """Of 32 heads of four tiles: one where rows are few, and then as many as fill rounds of programs."""
+    """Of 32 heads of four tiles: as many as fill rounds of programs."""
     assert VERIFY.heads_in_turn(rows * 32 * 4, 32) == heads
 
 
+@pytest.mark.parametrize("cached", [True, False])
 @pytest.mark.parametrize("pool", ["float32", "bfloat16"])
-def test_one_token_a_row_sums_as_several_do(pool):
-    """Rows of one token have a tile of their own; a first token is the same in both."""
+def test_one_token_a_row_sums_as_several_do(pool, cached, monkeypatch):
+    """Rows of one token have tiles of their own, wider if the cache has no room; a first token is the same in all."""
+    if not cached:
+        monkeypatch.setattr(import_module("gdn_jax._triton"), "_CACHE_BYTES", 0)
     several = make([2, 2], (1, 1, 128, 128), [1, 0], pool=pool)
     qkv, decay, beta = (x[::2] for x in several[:3])
     one = qkv, decay, beta, *several[3:5], jnp.asarray([0, 1, 2], jnp.int32), several[6]

@@ -4,7 +4,7 @@ Token by token, each program takes one tile of a state through its row; in chunk
 """
 
 # What Triton compiles is not typed as Python is.
-# pyright: reportArgumentType=false
+# pyright: reportArgumentType=false, reportAssignmentType=false
 
 import jax
 
@@ -14,6 +14,7 @@ from gdn_jax._triton import (
     across,
     each_and,
     float_parts,
+    float_token,
     load_parts,
     load_token,
     product_with_state,
@@ -39,7 +40,7 @@ def forward_kernel(
     qkv, decay, beta, slot_idx, offsets, has_initial_state, T, B, MAX_SLOTS, pool, out,
     pool_again: tl.constexpr, NK: tl.constexpr, NV: tl.constexpr, KD: tl.constexpr,
     VD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SLAB: tl.constexpr,
-    SPREAD: tl.constexpr, SCALE: tl.constexpr, AHEAD: tl.constexpr,
+    SPREAD: tl.constexpr, SCALE: tl.constexpr, CACHED: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Takes one tile of one state through the tokens of its row.
 
@@ -67,9 +68,10 @@ def forward_kernel(
         state_at = pool + (slot * NV + h) * (KD * VD) + v0 + row[:, None] * VD + column[None, :]
         inside = tile_masks(is_row, is_value)
         # It is written where it was read: until then the cache is to keep it, and afterwards nobody asks for it.
-        state = float_parts(load_parts(state_at, SLAB * VD, each_and(inside, has_state), "evict_last"))
+        keep: tl.constexpr = "" if CACHED else "evict_last"
+        state = float_parts(load_parts(state_at, SLAB * VD, each_and(inside, has_state), keep))
         for t in range(start, end):
-            key, query, value, d, bt = token
+            key, query, value, d, bt = float_token(token)
             if AHEAD:
                 at = token_at(qkv, decay, beta, tl.minimum(t + 1, end - 1), h, v0, NK, NV, KD, VD)
                 token = load_token(at, key_index, is_key, column, is_value)
@@ -83,7 +85,7 @@ def forward_kernel(
             if (AHEAD == 0) & (t + 1 < end):
                 at = token_at(qkv, decay, beta, t + 1, h, v0, NK, NV, KD, VD)
                 token = load_token(at, key_index, is_key, column, is_value)
-        store_parts(state_at, SLAB * VD, state, inside, "evict_first")
+        store_parts(state_at, SLAB * VD, state, inside, "" if CACHED else "evict_first")
     if not live:
         zero_tokens(out, start, end, out_columns, is_value, NV * VD)
     zero_uncovered(offsets, out, out_columns, is_value, b, B, T, NV * VD)

@@ -7,7 +7,7 @@ into the same registers.
 
 # What Triton compiles is not typed as Python is.
 # pyright: reportGeneralTypeIssues=false, reportArgumentType=false, reportAttributeAccessIssue=false
-# pyright: reportOperatorIssue=false
+# pyright: reportAssignmentType=false, reportOperatorIssue=false
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from gdn_jax._triton import (
     across,
     each_and,
     float_parts,
+    float_token,
     load_parts,
     load_token,
     product_with_state,
@@ -42,13 +43,11 @@ _PROGRAMS = 8 * 132
 
 
 def heads_in_turn(tiles: int, num_heads: int) -> int:
-    """How many heads a program takes, one if there are few tiles.
+    """How many heads a program takes.
 
     The time is that of the rounds of as many programs as there is room for, each as long as its heads and the wait for
     the first of them, about another one.
     """
-    if tiles <= 3 * _PROGRAMS:
-        return 1
     counts = (heads for heads in range(1, num_heads + 1) if num_heads % heads == 0)
     return min(counts, key=lambda heads: triton.cdiv(tiles, heads * _PROGRAMS) * (heads + 1))
 
@@ -62,17 +61,16 @@ def token_after(at, count, NK: tl.constexpr, NV: tl.constexpr, KD: tl.constexpr,
 
 
 @triton.jit
-def load_packed(at, key_index, is_key, column, is_value):
-    """A token, each element of its key with the one of its query as the halves of a 64-bit number.
+def packed(key, query):
+    """Each element of a key with the one of the query as the halves of a 64-bit number.
 
     As one they go to the threads that have their rows, which is a chain of waits, one for each part of what goes.
     """
-    key, query, value, decay, beta = load_token(at, key_index, is_key, column, is_value)
     both = ()
     for i in tl.static_range(PARTS):
         low = key[i].to(tl.uint32, bitcast=True).to(tl.uint64)
         both += (low | (query[i].to(tl.uint32, bitcast=True).to(tl.uint64) << 32),)
-    return both, value, decay, beta
+    return both
 
 
 @triton.jit
@@ -99,10 +97,10 @@ def float_state(parts, WIDE: tl.constexpr):
 
 
 @triton.jit
-def load_state(at, step, masks, wanted):
+def load_state(at, step, masks, wanted, EVICTION: tl.constexpr):
     """A branch: zeros cost nothing where they are not wanted."""
     if wanted:  # noqa: SIM108
-        parts = load_parts(at, step, masks, "evict_first")
+        parts = load_parts(at, step, masks, EVICTION)
     else:
         parts = zero_parts(at, masks)
     return parts
@@ -117,9 +115,9 @@ def zero_parts(at, masks):
 
 
 @triton.jit
-def sums_with_state(state, both, SLAB: tl.constexpr, COLUMNS: tl.constexpr):
+def sums_with_state(state, key, query, SLAB: tl.constexpr, COLUMNS: tl.constexpr):
     """Rows whose sums are those of the state with the key and with the query, and the key in slabs."""
-    key, query = unpacked(across(both, SLAB, COLUMNS))
+    key, query = unpacked(across(packed(key, query), SLAB, COLUMNS))
     return product_with_state(state, key), product_with_state(state, query), key
 
 
@@ -143,12 +141,13 @@ def verify_kernel(
     qkv, decay, beta, slot_idx, ring_slot_idx, offsets, has_initial_state, T, B, MAX_SLOTS, RING_ROWS, pool, ring, out,
     pool_again: tl.constexpr, ring_again: tl.constexpr, NK: tl.constexpr, NV: tl.constexpr,
     KD: tl.constexpr, VD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SLAB: tl.constexpr,
-    SPREAD: tl.constexpr, SCALE: tl.constexpr, HEADS: tl.constexpr, WIDE: tl.constexpr, RING_LEN: tl.constexpr,
-    STRIDE: tl.constexpr,
+    SPREAD: tl.constexpr, SCALE: tl.constexpr, CACHED: tl.constexpr, HEADS: tl.constexpr, WIDE: tl.constexpr,
+    RING_LEN: tl.constexpr, STRIDE: tl.constexpr,
 ):  # fmt: skip
     """HEADS heads a program. With WIDE 2 the pool is bfloat16 and read as 32-bit numbers, two columns each."""
     TILES: tl.constexpr = (VD + COLUMNS - 1) // COLUMNS
     GROUP: tl.constexpr = NV // NK
+    DROP: tl.constexpr = "" if CACHED else "evict_first"
     # Of a 16-bit pool there is room for a next state beside the old one.
     NARROW: tl.constexpr = pool.dtype.element_ty.primitive_bitwidth == 16
     program = tl.program_id(0)
@@ -167,13 +166,13 @@ def verify_kernel(
     if live & (end > start):
         # Before the state, whose arrival is waited for.
         at = token_at(qkv, decay, beta, start, h0, v0, NK, NV, KD, VD)
-        token = load_packed(at, key_index, is_key, column, is_value)
+        token = load_token(at, key_index, is_key, column, is_value)
         words = pool if WIDE == 1 else pool.to(tl.pointer_type(tl.uint32), bitcast=True)
         word = tile * (COLUMNS // WIDE) + tl.arange(0, COLUMNS // WIDE)
         read_at = words + (slot * NV + h0) * (KD * VD // WIDE) + row[:, None] * (VD // WIDE) + word[None, :]
         readable = tile_masks(is_row, word < VD // WIDE)
         # Not in a branch, which the first token would have to arrive before.
-        loaded = load_parts(read_at, SLAB * VD // WIDE, each_and(readable, has_state), "evict_first")
+        loaded = load_parts(read_at, SLAB * VD // WIDE, each_and(readable, has_state), DROP)
         # A row that the ring has no room for writes its states.
         committed = end - start > RING_LEN
         updates = tl.where(committed | (HEADS == 1), end, end - 1)
@@ -185,13 +184,14 @@ def verify_kernel(
             record = row_at + h // GROUP * (RING_LEN * STRIDE)
             out_at = out + tl.cast(start, tl.int64) * (NV * VD) + h * VD + v0
             for t in range(start, updates):
-                both, value, d, bt = token
+                key, query, value, d, bt = float_token(token)
                 at = token_after(at, tl.where(t + 1 < end, 1, 0), NK, NV, KD, VD)
-                token = load_packed(at, key_index, is_key, column, is_value)
-                key, query = unpacked(both)
-                against_key, against_query, key_slabs = sums_with_state(state, both, SLAB, COLUMNS)
+                token = load_token(at, key_index, is_key, column, is_value)
+                against_key, against_query, key_slabs = sums_with_state(state, key, query, SLAB, COLUMNS)
                 o, factor = token_output(against_key, against_query, key, query, value, d, bt, SPREAD, SCALE)
-                state = update_parts(state, key_slabs, factor, d)
+                # With heads in turn, a last token that needs no new state comes below.
+                if (HEADS > 1) | committed | (t + 1 < end):
+                    state = update_parts(state, key_slabs, factor, d)
                 store_token(
                     out_at, record, o, key, factor, d, column, is_value, key_index, is_key, v0, h % GROUP, True,
                     recorded, GROUP, KD, VD,
@@ -200,20 +200,19 @@ def verify_kernel(
                 out_at += NV * VD
             if committed:
                 state_at = pool + (slot * NV + h) * (KD * VD) + v0 + row[:, None] * VD + column[None, :]
-                store_parts(state_at, SLAB * VD, state, tile_masks(is_row, is_value), "evict_first")
+                store_parts(state_at, SLAB * VD, state, tile_masks(is_row, is_value), DROP)
             if HEADS > 1:
                 # The last token; of a row that is committed once more, for nothing.
-                both, value, d, bt = token
+                key, query, value, d, bt = float_token(token)
                 more = h + 1 < h0 + HEADS
                 at = token_at(qkv, decay, beta, start, tl.where(more, h + 1, h), v0, NK, NV, KD, VD)
-                token = load_packed(at, key_index, is_key, column, is_value)
+                token = load_token(at, key_index, is_key, column, is_value)
                 read_at += KD * VD // WIDE
                 if NARROW:
-                    loaded = load_state(read_at, SLAB * VD // WIDE, readable, has_state & more)
-                key, query = unpacked(both)
-                against_key, against_query, _ = sums_with_state(state, both, SLAB, COLUMNS)
+                    loaded = load_state(read_at, SLAB * VD // WIDE, readable, has_state & more, DROP)
+                against_key, against_query, _ = sums_with_state(state, key, query, SLAB, COLUMNS)
                 if not NARROW:
-                    loaded = load_state(read_at, SLAB * VD // WIDE, readable, has_state & more)
+                    loaded = load_state(read_at, SLAB * VD // WIDE, readable, has_state & more, DROP)
                 o, factor = token_output(against_key, against_query, key, query, value, d, bt, SPREAD, SCALE)
                 store_token(
                     out_at, record, o, key, factor, d, column, is_value, key_index, is_key, v0, h % GROUP,
