@@ -401,4 +401,4 @@ def test_compiles_for_gpus_that_are_not_there():
     command = [sys.executable, "-m", "tests.compile_triton"]
     run = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-3000:]
-    assert run.stdout.count("forward_kernel") == 15
+    assert run.stdout.count("forward_kernel") == 21
