@@ -39,7 +39,8 @@ def after_previous(body, interpret):
 
     A kernel that waits for this itself is launched while the one before it still ends, unless XLA has put it into a
     CUDA graph. Every thread waits, and before it does so none may touch global memory: anything there may still be in
-    use. No kernel lets the next one begin earlier than that: it would gain nothing (docs/kernels_sequential.md).
+    use. No kernel lets the next one begin earlier than that: some calls gain by it, others lose as much
+    (docs/kernels_sequential.md).
     """
     if interpret is not None:
         return body

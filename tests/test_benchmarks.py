@@ -20,7 +20,7 @@ from tests import oracle
 REQUIRED = {
     *(f"decode/{dtype}/B{batch}" for dtype in ("f32", "bf16") for batch in (1, 8, 32, 128, 256)),
     *(f"decode/{dtype}/L8/B32" for dtype in ("f32", "bf16")),
-    *(f"verify4/{dtype}/B64" for dtype in ("f32", "bf16")),
+    *(f"verify4/{dtype}/B{batch}" for dtype in ("f32", "bf16") for batch in (8, 32, 64)),
     *(f"fold4/{dtype}/L8/B64" for dtype in ("f32", "bf16")),
     *("conv/T8192", "conv/B128", "recurrent/f32/1x8192", "recurrent/f32/8x1024"),
     *(f"prefill/bf16/nv32/{rows}" for rows in ("1x512", "1x2048", "1x8192", "1x32768", "8x1024", "4x8192", "64x128")),

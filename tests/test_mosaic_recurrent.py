@@ -88,11 +88,21 @@ PLANS = {
 @pytest.mark.parametrize("name", PLANS)
 def test_every_plan_takes_every_row(name, pool, interpret):
     plan = PLANS[name]
-    key_dim = 64 if plan.rows or plan.tile >= 64 else 16
-    heads = (1, 1, key_dim, plan.tile) if plan.rows else (1, 2, key_dim, max(plan.tile, 32))
+    heads = (1, 1, 64, plan.tile) if plan.rows else (1, 2, 16, max(plan.tile, 32))
     args = make([1, 18, 0, 1, 2, 1], heads, [2, 0, 1, -1, 3, 4], fresh=(4, 5), pool=pool)
     function = partial(run, plan=plan, interpret=interpret)
     check_forward(args, *(function if interpret else jax.jit(function))(args))
+
+
+@pytest.mark.parametrize("warpgroups", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, 3])
+def test_short_windows_of_few_programs(size, warpgroups, monkeypatch):
+    """With several runs for each, in which the later programs of a block begin late, by idle rows, or by long ones."""
+    monkeypatch.setattr(forward, "_MULTIPROCESSORS", 1)
+    plan = forward.Plan(16, window=4, warpgroups=warpgroups, run=size)
+    lengths, slots = [0, 0, 4, 4, 0, 6, 1], [5, 0, 4, -1, 1, 2, 3]
+    args = make(lengths, (1, 3, 16, 16), slots, pool="bfloat16", fresh=(2,), first=1, extra=2)
+    check_forward(args, *run(args, plan, interpret=INTERPRET))
 
 
 def check_forward(args, out, pool):
