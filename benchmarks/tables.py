@@ -14,6 +14,8 @@ import re
 import sys
 from collections.abc import Callable
 
+from benchmarks.cases import CASES
+
 ROOT = pathlib.Path(__file__).parent.parent
 OURS = "gdn_jax"
 PEERS = {
@@ -41,8 +43,10 @@ class Results:
         return record if record and record["median_us"] is not None else None
 
     def cases(self, prefix: str) -> list[str]:
-        """Names that begin so, in the order of the file."""
-        return list(dict.fromkeys(case for case, _ in self._records if case.startswith(prefix)))
+        """Names that begin so, in the order of the benchmark's cases."""
+        place = {case.name: n for n, case in enumerate(CASES)}
+        found = dict.fromkeys(case for case, _ in self._records if case.startswith(prefix))
+        return sorted(found, key=lambda case: place.get(case, len(place)))
 
     def peers(self, prefix: str) -> list[str]:
         """Peers with a time for a case that begins so."""
@@ -175,7 +179,8 @@ def environment(results: Results) -> str:
     measured = {record["run"] for record in content["records"]}
     for run, found in enumerate(content["runs"]):
         if run in measured:
-            lines.append(f"`{found['command']}` ({found['copy_gbps']:.0f} GB/s)")
+            other = [f", {x} {y}" for x, y in found.get("versions", {}).items() if content["versions"].get(x) != y]
+            lines.append(f"`{found['command']}` ({found['copy_gbps']:.0f} GB/s{''.join(other)})")
     return "  \n".join(lines) + "\n"
 
 
