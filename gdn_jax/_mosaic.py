@@ -3,7 +3,7 @@
 One kernel thread is a warpgroup of 128 lanes. A tile of a state is handled as a list of chunks of
 `KEY_ROWS` key rows by `value_tile` value columns; the eight rows of a chunk sit in one warp, one or two of
 them in a lane, so a sum over the key dimension is a sum over chunks inside a lane followed by a few shuffles,
-and no value crosses warps (in `Rows` of recurrence/mosaic_gpu.py it does, through shared memory). The order of
+and no value crosses warps (in `Rows` of recurrence/mosaic_gpu/step.py it does, through shared memory). The order of
 every such sum depends on the key dimension alone, never on the width of the tile or on the path that computed
 it: that is what makes all paths agree bit for bit.
 """

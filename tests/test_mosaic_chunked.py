@@ -9,6 +9,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import gdn_jax.recurrence.mosaic_gpu_chunked as chunked
+from gdn_jax.recurrence.mosaic_gpu_chunked import carry, prepare, tiles
 from tests import oracle, shapes
 from tests.harness import (
     OUTPUT_BUDGET,
@@ -104,7 +105,8 @@ def test_cases(name):
 
 def test_full_chip(monkeypatch):
     """What many rows run: two value tiles in the second kernel, whose CTAs carry one state after the other."""
-    monkeypatch.setattr(chunked, "SMS", 1)
+    for module in (chunked, carry, prepare):
+        monkeypatch.setattr(module, "SMS", 1)
     args = make([70, 0, 200, 5, 64], (1, 2, 64, 128), [1, 3, 0, 9, 2], extra=3, first=2, fresh=(2,))
     check(args, *interpreted(*args, interpret=RACES))
 
@@ -152,7 +154,7 @@ def test_squares_that_overflow(overflow, run):
 def test_finds_rows(batch):
     firsts = np.sort(np.random.default_rng(batch).integers(0, 60, batch))
     wanted = np.arange(-1, 61)
-    rows = jax.vmap(lambda at: chunked._find_row(jnp.asarray(firsts), at, batch))(jnp.asarray(wanted))
+    rows = jax.vmap(lambda at: tiles.find_row(jnp.asarray(firsts), at, batch))(jnp.asarray(wanted))
     np.testing.assert_array_equal(rows, np.maximum(np.searchsorted(firsts, wanted, side="right") - 1, 0))
 
 

@@ -10,6 +10,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import gdn_jax.recurrence.mosaic_gpu as forward
+import gdn_jax.recurrence.mosaic_gpu.plan as plans
 import gdn_jax.verify_ring.mosaic_gpu as verify
 from tests import oracle
 from tests.harness import assert_close, assert_same_bits, assert_zero
@@ -73,13 +74,13 @@ def test_forward(name):
 
 
 PLANS = {
-    "token by token": forward.Plan(16),
-    "whole rows of 32": forward.Plan(32, rows=True),
-    "whole rows of 128": forward.Plan(128, rows=True),
-    "windows of 4": forward.Plan(16, window=4, warpgroups=2),
-    "windows of 4, all tiles of a key head": forward.Plan(16, window=4, warpgroups=2, run=4),
-    "windows of 4, wide tiles": forward.Plan(128, window=4, warpgroups=2, run=2),
-    "windows of 16": forward.Plan(32, window=16, warpgroups=1),
+    "token by token": plans.Plan(16),
+    "whole rows of 32": plans.Plan(32, rows=True),
+    "whole rows of 128": plans.Plan(128, rows=True),
+    "windows of 4": plans.Plan(16, window=4, warpgroups=2),
+    "windows of 4, all tiles of a key head": plans.Plan(16, window=4, warpgroups=2, run=4),
+    "windows of 4, wide tiles": plans.Plan(128, window=4, warpgroups=2, run=2),
+    "windows of 16": plans.Plan(32, window=16, warpgroups=1),
 }
 
 
@@ -98,8 +99,8 @@ def test_every_plan_takes_every_row(name, pool, interpret):
 @pytest.mark.parametrize("size", [1, 3])
 def test_short_windows_of_few_programs(size, warpgroups, monkeypatch):
     """With several runs for each, in which the later programs of a block begin late, by idle rows, or by long ones."""
-    monkeypatch.setattr(forward, "_MULTIPROCESSORS", 1)
-    plan = forward.Plan(16, window=4, warpgroups=warpgroups, run=size)
+    monkeypatch.setattr(plans, "_MULTIPROCESSORS", 1)
+    plan = plans.Plan(16, window=4, warpgroups=warpgroups, run=size)
     lengths, slots = [0, 0, 4, 4, 0, 6, 1], [5, 0, 4, -1, 1, 2, 3]
     args = make(lengths, (1, 3, 16, 16), slots, pool="bfloat16", fresh=(2,), first=1, extra=2)
     check_forward(args, *run(args, plan, interpret=INTERPRET))
@@ -134,7 +135,7 @@ def test_verify(ring_dtype, window, padding):
     ring = jnp.full((4, 1, ring_len, 16 + 2 * 17 + padding), jnp.nan, ring_dtype)
     ring_slots = jnp.asarray([2, 3, 9, 0, 1], jnp.int32)
     pool, records = jax.new_ref(args[3]), jax.new_ref(ring)
-    plan = forward.Plan(16, window=window, warpgroups=1, run=2 if window == 4 else 1)
+    plan = plans.Plan(16, window=window, warpgroups=1, run=2 if window == 4 else 1)
     out = forward.run_rows(args[:3], args[4:], pool, records, ring_slots, plan=plan, interpret=INTERPRET)
     pool, records = jax.freeze(pool), jax.freeze(records)
     expected_out, expected_pool = run(args, plan)
@@ -163,7 +164,7 @@ def test_verify_of_many_rows(pool):
         return forward.run_rows(args[:3], args[4:], state, records, args[4])
 
     def by_token(args):
-        return forward.run_rows(args[:3], args[4:], jax.new_ref(args[3]), plan=forward.Plan(64))
+        return forward.run_rows(args[:3], args[4:], jax.new_ref(args[3]), plan=plans.Plan(64))
 
     assert_same_bits(jax.jit(verified)(args, ring), jax.jit(by_token)(args))
 
@@ -256,11 +257,11 @@ def test_shared_memory_suffices(group, tokens, pool, records):
         for value_dim in (16, 48, 64, 128, 240, 256):
             for num_tokens, batch in ((1, 1), (16, 16), (8, 1), (64, 16), (8192, 1), (8192, 8), (262144, 64)):
                 dtypes = jnp.dtype(tokens), jnp.dtype(pool)
-                plan = forward.plan_rows(
+                plan = plans.plan_rows(
                     num_tokens, batch, num_key_heads, num_key_heads * group, key_dim, value_dim, dtypes, records
                 )
                 if plan.window:
-                    assert forward.shared_bytes(plan, key_dim, group, dtypes, records) <= 232448
+                    assert plans.shared_bytes(plan, key_dim, group, dtypes, records) <= 232448
                 elif plan.rows:
                     assert not records
                     # Its sums take 8 rows of float32, each for the keys and for the queries.

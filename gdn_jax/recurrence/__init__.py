@@ -12,7 +12,7 @@ Source of the rule: Yang, Kautz, Hatamizadeh, "Gated Delta Networks: Improving M
 chunked form: Yang, Wang, Zhang, Shen, Kim, "Parallelizing Linear Transformers with the Delta Rule over Sequence
 Length" (2024).
 
-`scan.py` is the equations, `xla.py` serves every backend, `mosaic_gpu.py` and `mosaic_gpu_chunked.py` are the
+`scan.py` is the equations, `xla.py` serves every backend, the folders `mosaic_gpu` and `mosaic_gpu_chunked` have the
 kernels for Hopper, token by token and in chunks, `triton.py` and `triton_chunked.py` those for other GPUs.
 """
 

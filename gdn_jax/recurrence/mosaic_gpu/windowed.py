@@ -1,0 +1,345 @@
+"""Windows of four tokens: short rows, and verifies. Tiles one after the other, those of a key head together."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from gdn_jax._mosaic import is_row_of, load, store, warp_barrier, warpgroup_barrier
+from gdn_jax.recurrence.mosaic_gpu.plan import Call, window_scratch
+from gdn_jax.recurrence.mosaic_gpu.step import (
+    KeyVectors,
+    Tile,
+    ring_row,
+    row_bounds,
+    token_rows_layout,
+    write_record,
+    zero_tokens,
+    zero_uncovered,
+)
+
+
+class RunRow(NamedTuple):
+    """What a program with a short window knows ahead of the row of a run.
+
+    Attributes:
+        slot: of the pool.
+        start, end: tokens.
+        busy: whether there is anything to compute; not beyond the program's last run.
+        has_state: whether the row begins with what its slot holds.
+        ring_slot: where its records go, if there is a ring.
+    """
+
+    slot: jax.Array
+    start: jax.Array
+    end: jax.Array
+    busy: jax.Array
+    has_state: jax.Array
+    ring_slot: jax.Array | None
+
+
+def divided(x, n: int):
+    """`x // n` and `x % n` of an int32 that is not negative, in fewer operations than a signed division takes."""
+    parts = (op(jnp.asarray(x).astype(jnp.uint32), jnp.uint32(n)) for op in (lax.div, lax.rem))
+    return tuple(part.astype(jnp.int32) for part in parts)
+
+
+def scratch_types(call: Call) -> list:
+    """Values arrive for themselves, keys with queries."""
+    arrivals = (plgpu.Barrier(num_arrivals=n, num_barriers=call.plan.warpgroups) for n in (1, 2))
+    return [*window_scratch(call), *arrivals]
+
+
+def body(call: Call):
+    tile, window, whole = call.plan.tile, call.plan.window, Tile(call.plan.tile, call.interpret)
+
+    def windowed(qkv_g, decay_g, beta_g, slot_g, offset_g, has_g, *refs):
+        """Tiles one after the other, each in registers; the next one's state and values are on their way meanwhile.
+
+        The tiles of a run have one row and one key head: if the row is one window, its keys, queries, norms and gates
+        are computed once for all of them. The values of one window are in one of two stages while those of the next
+        arrive in the other. Keys and queries that are needed next arrive as soon as the last ones are in use, the gates
+        of the next run are in registers a run ahead, and what its row is is known two runs ahead.
+        """
+        *refs, state_arrived, values_arrived, keys_arrived = refs
+        if call.records:
+            ring_slot_g, pool_g, ring_g, out_g, *scratch = refs
+        else:
+            pool_g, out_g, *scratch = refs
+        warpgroup = lax.axis_index("warpgroup")
+        # A block's workers are far apart, so that the last round of runs is spread over all multiprocessors.
+        worker = warpgroup * call.num_blocks + lax.axis_index("block")
+        scratch = [ref.at[warpgroup] for ref in scratch]
+        state_s, keys_s, queries_s, scales_s, raw_s, values_s, *scratch, gates_s, rows_s = scratch
+        if call.records:
+            (factors_s,) = scratch
+        vectors = KeyVectors(call.key_dim, window)
+        num_runs = call.num_programs // call.plan.run
+
+        runs_a_head = call.group * call.num_tiles // call.plan.run
+        runs_a_row = call.num_key_heads * runs_a_head
+        # Where there are runs enough to make up for it, the first program of a block has the memory for itself first.
+        staggered = call.pool_dtype.itemsize == 2 and call.plan.warpgroups > 1 and num_runs > 2 * call.num_workers
+
+        def place(n):
+            """Row, key head, first tile among those of the key head, and first value column of the worker's run n.
+
+            For one past its last, those of some run that exists.
+            """
+            b, run = divided(jnp.minimum(worker + n * call.num_workers, num_runs - 1), runs_a_row)
+            hk, part = divided(run, runs_a_head)
+            return b, hk, part * call.plan.run, run * (call.plan.run * tile)
+
+        def row_indices(n):
+            """What memory says about the row of the worker's run n, as int32."""
+            b = place(n)[0]
+            indices = [slot_g[b], offset_g[b], offset_g[b + 1], has_g[b].astype(jnp.int32)]
+            return [*indices, ring_slot_g[b]] if call.records else indices
+
+        def row_of(n, indices):
+            """Row of the worker's run n."""
+            slot, start, end, has_state, *ring_slot = indices
+            start, end = row_bounds((start, end), 0, call.num_tokens)
+            busy = is_row_of(slot, call.max_slots) & (end > start) & (worker + n * call.num_workers < num_runs)
+            return RunRow(slot, start, end, busy, has_state != 0, ring_slot[0] if ring_slot else None)
+
+        def fetch_state(slot, column):
+            """The tile of a state that begins at a value column, counted through all heads."""
+            h, v0 = divided(column, call.value_dim)
+            plgpu.copy_gmem_to_smem(pool_g.at[slot, h, :, pl.ds(v0, tile)], state_s, state_arrived.at[warpgroup])
+
+        def fetch_values(first, column, stage):
+            """The values of a tile in the window that begins at token `first`."""
+            columns = pl.ds(2 * call.num_key_heads * call.key_dim + column, tile)
+            source = qkv_g.at[pl.ds(first, window), columns]
+            plgpu.copy_gmem_to_smem(source, values_s.at[stage], values_arrived.at[warpgroup])
+
+        def fetch_keys(first, hk):
+            """Keys and queries of a key head in the window that begins at token `first`."""
+            for which, head in enumerate((call.num_key_heads + hk, hk)):
+                source = qkv_g.at[pl.ds(first, window), pl.ds(head * call.key_dim, call.key_dim)]
+                plgpu.copy_gmem_to_smem(source, raw_s.at[which], keys_arrived.at[warpgroup])
+
+        def load_gates(first, n):
+            """Decay and beta of all value heads of the key head of the worker's run n, a window from `first` on."""
+            # The array may end before the window does.
+            rows = pl.ds(jnp.minimum(first, call.num_tokens - window), window)
+            columns = pl.ds(place(n)[1] * call.group, call.group)
+            return [load(g.at[rows, columns], token_rows_layout(call.group)) for g in (decay_g, beta_g)]
+
+        def fetch_run(n, row, stage, with_state: bool | jax.Array = True):
+            """What the worker's run n begins with."""
+
+            @pl.when(row.busy)
+            def _():
+                hk, column = place(n)[1::2]
+                fetch_keys(row.start, hk)
+                fetch_values(row.start, column, stage)
+                pl.when(with_state)(lambda: fetch_state(row.slot, column))
+
+        def run_of(n, carry):
+            row, next_row, first_gates, stage = carry
+            b, hk, part, column = place(n)
+            next_hk, next_column = place(n + 1)[1::2]
+            slot, start, end, busy, has_state, ring_slot = row
+            indices_after = row_indices(n + 2)
+            next_gates = load_gates(next_row.start, n + 1)
+            one_window = end - start <= window
+            if call.records:
+                to = ring_row(ring_g, ring_slot, end - start)
+                commits = end - start > ring_g.shape[2]
+            else:
+                commits = True
+
+            def prepare(i, first, gates):
+                """Keys, queries, scales and gates of the run's tile i in the window that begins at token `first`."""
+                plgpu.barrier_wait(keys_arrived.at[warpgroup])
+                keys, queries = (vectors.load(raw_s.at[which]) for which in range(2))
+                vectors.store(keys_s, keys)
+                vectors.store(queries_s, queries)
+                for j, gate in enumerate(gates):
+                    store(gates_s.at[j], gate)
+                for j, scale in enumerate(vectors.scales(keys, queries)):
+                    store(scales_s.at[j], scale)
+                warpgroup_barrier(call.interpret)
+                last = first + window >= end
+                again = jnp.logical_not(one_window) & (jnp.logical_not(last) | (i + 1 < call.plan.run))
+
+                @pl.when(again | next_row.busy)
+                def _():
+                    of_row = jnp.where(last, start, first + window)
+                    fetch_keys(jnp.where(again, of_row, next_row.start), jnp.where(again, hk, next_hk))
+
+            def tile_of(i, stage):
+                # The tile that the worker computes after this one, if any: of the same run, or of the next one.
+                in_run = i + 1 < call.plan.run
+                more = in_run | next_row.busy
+                tile_column = column + i * tile
+                next_tile_column = jnp.where(in_run, tile_column + tile, next_column)
+                next_slot = jnp.where(in_run, slot, next_row.slot)
+                next_start = jnp.where(in_run, start, next_row.start)
+                member, v0 = divided((part + i) * tile, call.value_dim)
+                out_columns = pl.ds(tile_column, tile)
+
+                def window_of(carry):
+                    first, state, stage = carry
+                    last = first + window >= end
+                    gates_shift = first - jnp.minimum(first, call.num_tokens - window)
+
+                    @pl.when(first > start)
+                    def _():
+                        plgpu.barrier_wait(values_arrived.at[warpgroup])
+                        # All warps have done with the window before.
+                        warpgroup_barrier(call.interpret)
+
+                    @pl.when(more | jnp.logical_not(last))
+                    def _():
+                        fetch_values(
+                            jnp.where(last, next_start, first + window),
+                            jnp.where(last, next_tile_column, tile_column),
+                            1 - stage,
+                        )
+
+                    @pl.when(jnp.logical_not(one_window) & ((i > 0) | (first > start)))
+                    def _():
+                        prepare(i, first, load_gates(first, n))
+
+                    def token(p, state):
+                        needed = commits | (first + p + 1 < end) if call.records else None
+                        state, out, factor = whole.step(
+                            state,
+                            whole.load_keys([keys_s.at[p, c] for c in call.chunks]),
+                            whole.load_keys([queries_s.at[p, c] for c in call.chunks]),
+                            load(values_s.at[stage, p], whole.value_layout),
+                            [
+                                *(gates_s[j, p + gates_shift, member] for j in range(2)),
+                                *(scales_s[j, p] for j in range(3)),
+                            ],
+                            needed=needed,
+                        )
+                        store(out_g.at[first + p, out_columns], out)
+                        if call.records:
+                            store(factors_s.at[p], factor)
+                        return state
+
+                    count = jnp.minimum(end - first, window)
+                    state = lax.fori_loop(0, count, token, state)
+                    if call.records:
+
+                        @pl.when(to >= 0)
+                        def _():
+                            records = ring_g.at[to, hk]
+
+                            @pl.when(count == window)
+                            def _():
+                                # A warp copies the factors that it has stored itself.
+                                warp_barrier(call.interpret)
+                                whole_window = records.at[pl.ds(first - start, window)]
+                                # All decays of the key head are here, whoever computes its other tiles.
+                                write_record(whole_window, member, call.group, v0, keys_s, factors_s, call.value_dim)
+
+                                @pl.when((member == 0) & (v0 == 0))
+                                def _():
+                                    decays = load(gates_s.at[0], token_rows_layout(call.group))
+                                    store(
+                                        whole_window.at[
+                                            :, pl.ds(call.key_dim + call.group * call.value_dim, call.group)
+                                        ],
+                                        decays,
+                                    )
+
+                            @pl.when(count < window)
+                            def _():
+                                warpgroup_barrier(call.interpret)
+                                # Or its addresses were computed ahead of every tile.
+                                at = lax.optimization_barrier(first - start)
+
+                                def write(p, _):
+                                    record = records.at[at + p]
+                                    decay = gates_s[0, p + gates_shift, member]
+                                    write_record(
+                                        record,
+                                        member,
+                                        call.group,
+                                        v0,
+                                        keys_s.at[p],
+                                        factors_s.at[p],
+                                        call.value_dim,
+                                        decay,
+                                    )
+                                    return 0
+
+                                lax.fori_loop(0, count, write, 0)
+
+                    return first + window, state, 1 - stage
+
+                plgpu.barrier_wait(state_arrived.at[warpgroup])
+                state = whole.load_shared([state_s.at[c] for c in call.chunks], has_state)
+                plgpu.barrier_wait(values_arrived.at[warpgroup])
+                # All warps have the state, and have done with the tile before.
+                warpgroup_barrier(call.interpret)
+
+                @pl.when(more)
+                def _():
+                    fetch_state(next_slot, next_tile_column)
+
+                _, state, stage = lax.while_loop(lambda carry: carry[0] < end, window_of, (start, state, stage))
+
+                @pl.when(commits)
+                def _():
+                    h = hk * call.group + member
+                    whole.store([pool_g.at[slot, h, c, pl.ds(v0, tile)] for c in call.chunks], state)
+
+                return stage
+
+            def compute():
+                # Before the state is waited for.
+                prepare(0, start, first_gates)
+                if staggered:
+                    pl.when((n == 0) & (warpgroup > 0))(lambda: fetch_state(slot, column))
+                return lax.fori_loop(0, call.plan.run, tile_of, stage)
+
+            def skip():
+                fetch_run(n + 1, next_row, stage)
+                return stage
+
+            stage = lax.cond(busy, compute, skip)
+
+            # The compilers turn an index into a scalar at once, and so wait for memory wherever it is loaded. From the
+            # begin of the run until here these only pass to shared memory; the barrier keeps warps within two runs.
+            for j, index in enumerate(indices_after):
+                rows_s[lax.rem(n, 2), j] = index
+            warpgroup_barrier(call.interpret)
+            after_next = row_of(n + 2, [rows_s[lax.rem(n, 2), j] for j in range(len(indices_after))])
+            live = is_row_of(slot, call.max_slots)
+
+            @pl.when((ends[0] > 0) | (ends[1] < call.num_tokens) | jnp.logical_not(live))
+            def _():
+                def zero(i, _):
+                    out_columns = pl.ds(column + i * tile, tile)
+
+                    @pl.when(jnp.logical_not(live))
+                    def _():
+                        zero_tokens(out_g, start, end, out_columns, whole.value_layout)
+
+                    zero_uncovered(offset_g, ends, out_g, out_columns, whole.value_layout, b, call.batch)
+                    return 0
+
+                lax.fori_loop(0, call.plan.run, zero, 0)
+
+            return next_row, after_next, next_gates, stage
+
+        ends = offset_g[0], offset_g[call.batch]
+        # Both rows' indices in one trip to memory.
+        first_row, second_row = (row_of(n, indices) for n, indices in enumerate([row_indices(n) for n in range(2)]))
+        # Before the bulk copies, or they would wait until those are through.
+        gates = load_gates(first_row.start, 0)
+        fetch_run(0, first_row, 0, with_state=warpgroup == 0 if staggered else True)
+        count_runs = lax.div(num_runs - worker + (call.num_workers - 1), call.num_workers)
+        carry = first_row, second_row, gates, jnp.int32(0)
+        lax.fori_loop(0, count_runs, run_of, carry)
+
+    return windowed

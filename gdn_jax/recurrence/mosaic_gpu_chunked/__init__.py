@@ -1,0 +1,202 @@
+"""Chunked recurrence on Hopper tensor cores (Pallas Mosaic GPU), ragged, on the slot pool in place.
+
+Rows are cut into chunks of 64 tokens. With S the state before the chunk, gamma_i the product of the decays of the chunk
+up to token i, q (scaled) and k the normalised rows, and the gate-free inverse
+
+    X  = (I + strict_lower(beta_i k_i.k_j))^-1
+
+the token-by-token rule is, over a whole chunk (the WY form; Yang et al., "Gated Delta Networks", 2024),
+
+    D  = V - gamma K S                                                      what the state does not know yet
+    O  = gamma Q S + W D      W_ij = gamma_i/gamma_j beta_j (lower(Q K^T) X)_ij
+    S <- gamma_end S + R^T D  R_j  = gamma_end/gamma_j beta_j (X^T K)_j
+
+W and R do not depend on the state. Row R_j is what token j adds to the state at the end of the chunk, after the later
+tokens have corrected it, and W_ij how token i reads it: both are bounded by 1 for any keys and gates, and rounding them
+costs one rounding. (Rounding T D, with T the gated X, costs more: on repeated keys its rows are differences of
+neighbouring values, whose errors add up in the state.) Ratios of gamma are exponentials of differences of cumulative
+log decays, all of them at most 1.
+
+Two kernels. `prepare.py` works on all chunks at once and writes W, R and three vectors a chunk and value head.
+`carry.py` walks each (row, value head, columns) serially: warpgroups with 64 value columns each carry S^T as float32
+accumulators, and one more streams the inputs. Where that leaves many multiprocessors idle, `both.py` does the two side
+by side, and with few heads and long rows, rows are cut into segments first (`split.py`).
+docs/kernels_chunked.md has the whole story.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from gdn_jax._mosaic import EPS
+from gdn_jax._ragged import is_live, read_rows, row_bounds, token_rows
+from gdn_jax.recurrence.mosaic_gpu_chunked.both import run_both
+from gdn_jax.recurrence.mosaic_gpu_chunked.carry import run_pass
+from gdn_jax.recurrence.mosaic_gpu_chunked.prepare import heads_at_once, pad_gates, run_prepare
+from gdn_jax.recurrence.mosaic_gpu_chunked.split import cut_rows, initial_states, map_tiles, segment_maps
+from gdn_jax.recurrence.mosaic_gpu_chunked.tiles import SMS, C, f16, f32, row_table
+
+
+def _dims(qkv, recurrent_state):
+    _, nv, key_dim, value_dim = recurrent_state.shape
+    nk = (qkv.shape[1] - nv * value_dim) // (2 * key_dim)
+    return nk, nv, key_dim, value_dim
+
+
+def _is_short(total, batch, nv):
+    """Whether rows of this average length are faster token by token: measured, from few rows and from many."""
+    return total < batch * (16 if batch * nv > SMS else 64)
+
+
+def unsupported(
+    qkv,
+    decay,
+    beta,
+    recurrent_state,
+    slot_idx,
+    input_row_offsets,
+    has_initial_state,
+    *,
+    algorithm,
+    precision,
+):
+    """Why this backend cannot serve the call, in one sentence; None when it can."""
+    _, nv, key_dim, value_dim = _dims(qkv, recurrent_state)
+    if algorithm == "recurrent":
+        return "the chunked Mosaic GPU kernel serves algorithm='chunked' and 'auto' only"
+    if algorithm == "auto" and _is_short(qkv.shape[0], slot_idx.shape[0], nv):
+        return "rows this short on average are faster token by token"
+    if precision == "highest":
+        return "the chunked Mosaic GPU kernel has 16-bit products; precision='highest' needs the recurrent algorithm"
+    for name, dim in (("key_head_dim", key_dim), ("value_head_dim", value_dim)):
+        if dim not in (64, 128, 256):
+            return f"the chunked Mosaic GPU kernel serves {name} 64, 128 and 256, not {dim}"
+    return None
+
+
+def recurrence(
+    qkv,
+    decay,
+    beta,
+    recurrent_state,
+    slot_idx,
+    input_row_offsets,
+    has_initial_state,
+    *,
+    algorithm,
+    precision,
+    interpret=None,
+):
+    """`gated_delta_recurrence_fwd` for algorithm "chunked": (out [T, nv*VD], recurrent_state)."""
+    del algorithm, precision
+    nk, nv, key_dim, value_dim = _dims(qkv, recurrent_state)
+    total = qkv.shape[0]
+    dtype = qkv.dtype
+    scales = token_scale = None
+    if dtype == f32:
+        qkv, scales, token_scale = _to_float16(qkv, recurrent_state, slot_idx, input_row_offsets, has_initial_state)
+    short = max(C - total, 0)
+    # Copies and loads take whole chunks of the token arrays, so there must be one. Clamping offsets to the
+    # true T first keeps the tokens added here out of every row.
+    offsets = jnp.minimum(input_row_offsets, total) if short else input_row_offsets
+    qkv, decay, beta = [jnp.pad(x, ((0, short), (0, 0))) if short else x for x in (qkv, decay, beta)]
+    decay, beta = pad_gates(decay, nk), pad_gates(beta, nk)
+    table = row_table(offsets, has_initial_state, total + short)
+    count = _num_segments(total, slot_idx.shape[0], nv, key_dim, value_dim)
+    workers = (
+        _num_workers(total, slot_idx.shape[0], nk, nv, key_dim, value_dim) if count == 1 and interpret is None else 0
+    )
+    if workers:
+        pool = jax.new_ref(recurrent_state)
+        out = run_both(
+            qkv, decay, beta, slot_idx, offsets, table, scales, pool,
+            nk=nk, workers=workers, normalise=dtype != f32,
+        )[:total]  # fmt: skip
+    else:
+        w, r, vec = run_prepare(
+            qkv, decay, beta, slot_idx, offsets, table,
+            nk=nk, nv=nv, key_dim=key_dim, max_slots=recurrent_state.shape[0], normalise=dtype != f32,
+            interpret=interpret,
+        )  # fmt: skip
+        split = None
+        if count > 1:
+            segments = cut_rows(offsets, table, total, count)
+            local, steps = segment_maps(
+                qkv, r, vec, slot_idx, segments,
+                count=count, dims=(nk, nv, key_dim, value_dim), max_slots=recurrent_state.shape[0], interpret=interpret,
+            )  # fmt: skip
+            live = is_live(slot_idx, recurrent_state.shape[0])
+            states = read_rows(recurrent_state, slot_idx, live & has_initial_state)
+            if scales is not None:
+                states = states * scales[0, :, :, None, None]
+            split = segments, initial_states(local, steps, states, count, interpret)
+        pool = jax.new_ref(recurrent_state)
+        out = run_pass(
+            qkv, w, r, vec, slot_idx, offsets, table, scales, pool,
+            nk=nk, tiles=_tiles(slot_idx.shape[0] * count, nv, key_dim, value_dim), interpret=interpret, split=split,
+        )[:total]  # fmt: skip
+    if token_scale is not None:
+        out = out.reshape(total, nv, value_dim).astype(f32) * (1.0 / token_scale)[..., None]
+        out = out.reshape(total, nv * value_dim)
+    return out, jax.freeze(pool)
+
+
+def _to_float16(qkv, recurrent_state, slot_idx, offsets, has_initial_state):
+    """float32 tokens for the 16-bit kernels: (float16 rows, scales for `run_pass`, value scales [T, nv]).
+
+    Queries and keys come out normalised. The rule is linear in values and state together, so each (row, value head) is
+    scaled, by a power of two, to a largest value or initial state in [1, 2): whatever their size, float16 keeps 11 bits
+    of it. The scale of a row depends on that row alone, as long as no token belongs to two.
+    """
+    nk, nv, key_dim, value_dim = _dims(qkv, recurrent_state)
+    total, batch = qkv.shape[0], slot_idx.shape[0]
+    start, length = row_bounds(offsets, total)
+    live = is_live(slot_idx, recurrent_state.shape[0])
+    row = token_rows(start, jnp.where(live, length, 0), total)
+    inside = row >= 0
+
+    heads = qkv[:, : 2 * nk * key_dim].reshape(total, 2 * nk, key_dim)
+    heads = heads * lax.rsqrt(jnp.sum(heads * heads, -1, keepdims=True) + EPS)
+    values = qkv[:, 2 * nk * key_dim :].reshape(total, nv, value_dim)
+    largest = jnp.where(inside[:, None], jnp.max(jnp.abs(values), -1), 0.0)
+    largest = jax.ops.segment_max(largest, jnp.maximum(row, 0), batch)
+    states = read_rows(recurrent_state, slot_idx, live & has_initial_state)
+    largest = jnp.maximum(jnp.maximum(largest, jnp.max(jnp.abs(states), (2, 3))), 2.0**-100)
+    # Rows that overlap, as decreasing offsets may make them, share tokens and so must share a scale.
+    overlapping = jnp.any(start[1:] < start[:-1])
+    largest = jnp.where(overlapping, jnp.max(largest, 0, keepdims=True), largest)
+    scale = jnp.exp2(-jnp.floor(jnp.log2(jnp.minimum(largest, 2.0**100))))
+    token_scale = jnp.where(inside[:, None], scale[row], 1.0)
+    rows = [heads.reshape(total, -1), (values * token_scale[..., None]).reshape(total, -1)]
+    return jnp.concatenate(rows, 1).astype(f16), jnp.stack([scale, 1.0 / scale]), token_scale
+
+
+def _tiles(batch, nv, key_dim, value_dim):
+    """Value tiles of a CTA: two share keys, queries, W and R, one leaves more CTAs for an idle chip."""
+    return 2 if value_dim % (2 * C) == 0 and key_dim <= 128 and batch * nv > SMS // 2 else 1
+
+
+def _num_segments(total, batch, nv, key_dim, value_dim):
+    """In how many segments to cut every row: 1, or as many as leave no multiprocessor idle while their maps are made.
+
+    The maps cost as many columns again as the states, so two segments would gain nothing. Under 32 chunks of the batch
+    for each, the steps between the kernels cost more than is saved. Where fewer than five fit, `run_both` has taken
+    over. With 256 keys the maps of a step are too large for `initial_states`.
+    """
+    ctas = batch * nv * (value_dim + key_dim) // (C * map_tiles(key_dim, value_dim))
+    count = min(SMS // ctas + 1, total // (32 * C))
+    return count if count >= 3 and SMS // ctas >= 4 and key_dim <= 128 else 1
+
+
+def _num_workers(total, batch, nk, nv, key_dim, value_dim):
+    """CTAs that prepare chunks beside those that carry states, in one kernel; 0 for one kernel after the other.
+
+    Measured: worth it from 32 chunks a row on, where the states leave half of the multiprocessors idle. With 1.5 CTAs a
+    value head chunks are prepared as fast as they are needed; with more, W and R wait in memory until they have left
+    the L2 cache. A head that shares no place with another takes longer.
+    """
+    carrying = batch * nv * value_dim // C
+    if carrying > SMS // 2 or total < 32 * C * batch or key_dim > 128:
+        return 0
+    idle = SMS - carrying
+    return idle if heads_at_once(nv // nk) == 1 else min(idle, 3 * batch * nv // 2)

@@ -1,0 +1,470 @@
+"""The second kernel: states are carried through the chunks of their rows."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from gdn_jax._mosaic import after_previous, is_row_of, store
+from gdn_jax.recurrence.mosaic_gpu_chunked.tiles import (
+    COL,
+    FIRST,
+    HALF,
+    IS_LAST,
+    ITEM,
+    K_SCALE,
+    LENGTH,
+    LINE,
+    LOG_GAMMA,
+    NUM_VECTORS,
+    Q_SCALE,
+    ROWS,
+    SMS,
+    WGMMA,
+    C,
+    accumulate,
+    aliases_of,
+    along_cols,
+    copy_target,
+    f32,
+    first_item,
+    i32,
+    iota,
+    load_transposed,
+    load_vector,
+    params,
+    row_of,
+    store_transposed,
+    swizzled_buffer,
+    zero_tile,
+)
+
+
+def passing(qkv, pool, batch, rows, *, nk, tiles, split, scaled_states, interpret):
+    """(what a CTA does, buffers, barriers): one (row, value head, columns), or several one after the other."""
+    total = qkv.shape[0]
+    max_slots, nv, key_dim, value_dim = pool.shape
+    group = nv // nk
+    halves = key_dim // LINE
+    stages = 2 if key_dim == 256 else 3
+    dtype = qkv.dtype
+    width = tiles * C
+    # Registers a thread, of 65536 a CTA: accumulators where the products are, few where only copies are issued.
+    math_registers = 232 if tiles == 2 else 240
+    blocks = tiles * key_dim // ROWS  # of [ROWS, C], that a state is copied in
+
+    def work(operands, buffers, wg, count, pair_of, await_item=None):
+        """The states `pair_of(0)` to `pair_of(count - 1)`, each as (row, value head, columns), one after the other."""
+        qkv_g, w_g, r_g, vec_g, slot_g, off_g, table_g, scale_g, segments_g, initial_g, pool_g, o_g = operands
+        (q_rows, q_tiles), (k_rows, k_tiles), (v_rows, v_tiles, v_plain), r_s, state_s, w_s, vec_s, *barriers = buffers
+        in_bar, state_in, in_free, done = barriers
+
+        def look(n):
+            """What has to be read about place n: first token, tokens, first item, slot, whether the row has a state."""
+            part_b, row_b = parts_of(pair_of(n)[0])
+            if split:
+                start, length, item = [segments_g[k, part_b] for k in (FIRST, LENGTH, ITEM)]
+            else:
+                start, length = row_of(off_g, row_b, total)
+                item = first_item(table_g, row_b, length, total // C + batch)
+            return start, length, item, slot_g[row_b], jnp.int32(1) if split else table_g[row_b] & 1
+
+        def parts_of(b):
+            """A place in `rows` for row b, and one in the batch: the last for what is past it."""
+            part_b = jnp.minimum(b, rows - 1)
+            return part_b, lax.div(part_b, i32(rows // batch))
+
+        def chunks_of(n, looked):
+            _, length, _, slot, _ = looked
+            live = (pair_of(n)[0] < rows) & is_row_of(slot, max_slots)
+            return live, jnp.where(live, lax.div(length + (C - 1), i32(C)), 0)
+
+        def one_by_one(process):
+            """`process(n, what look says, t)`: what is brought lies in the ring from t on; returns t for the next."""
+            if count is None:
+                return process(0, look(0), 0)
+
+            def step(n, carry):
+                t, looked = carry
+                after = look(n + 1)
+                return process(n, looked, t), after
+
+            return lax.fori_loop(0, count, step, (jnp.int32(0), look(0)))[0]
+
+        def stage_of(n):
+            return lax.rem(n, i32(stages))
+
+        def tr(ref):
+            return ref.transpose((1, 0))
+
+        def drain(source, t0, count, channel):
+            """Copies the first `count` <= C rows of `source` out: copies have static sizes, powers of two here."""
+            done_rows = 0
+            for bit in range(C.bit_length() - 1, -1, -1):
+                m = 1 << bit
+
+                @pl.when((count & m) != 0)
+                def _(done_rows=done_rows, m=m):
+                    plgpu.copy_smem_to_gmem(
+                        source.at[pl.ds(done_rows, m)],
+                        o_g.at[pl.ds(t0 + done_rows, m), pl.ds(channel, C)],
+                    )
+
+                done_rows = done_rows + (count & m)
+
+        def zero_tokens(zeros, begin, end, channel):
+            def one(n, _):
+                t0 = begin + n * C
+                drain(zeros, t0, jnp.minimum(end - t0, C), channel)
+
+            lax.fori_loop(0, lax.div(end - begin + (C - 1), i32(C)), one, None)
+
+        def zero_outside(zeros, channel):
+            """Zeros for the tokens of no row, wherever the offsets leave them."""
+
+            def look(t):
+                """`t` moved past the rows that cover it, and the first start of a row after the given `t`."""
+
+                def one(n, carry):
+                    reached, ahead = carry
+                    first, count = row_of(off_g, n, total)
+                    covers = (first <= reached) & (reached < first + count)
+                    ahead = jnp.where((first > t) & (count > 0), jnp.minimum(ahead, first), ahead)
+                    return jnp.where(covers, first + count, reached), ahead
+
+                return lax.fori_loop(0, batch, one, (t, jnp.int32(total)))
+
+            def step(t):
+                reached, ahead = look(t)
+                free = reached == t
+                zero_tokens(zeros, t, jnp.where(free, ahead, t), channel)
+                return jnp.where(free, ahead, reached)
+
+            @pl.when((off_g[0] > 0) | (off_g[batch] < total))
+            def _():
+                lax.while_loop(lambda t: t < total, step, jnp.int32(0))
+
+        def state_blocks(s, m, i):
+            return [state_s(s, (m * halves + i) * (LINE // ROWS) + j) for j in range(LINE // ROWS)]
+
+        def carry_states(m):
+            if interpret is None:
+                plgpu.set_max_registers(math_registers, action="increase")
+            one_by_one(partial(carry_state, m))
+            plgpu.wait_smem_to_gmem(0)
+
+        def carry_state(m, n, looked, t):
+            b, head, column = pair_of(n)
+            part_b, row_b = parts_of(b)
+            start, length, _, slot, has_state = looked
+            live, n_chunks = chunks_of(n, looked)
+            last = length - (n_chunks - 1) * C  # tokens of the last chunk
+            first_column = column * width
+            columns = pl.ds(first_column + m * C, C)
+            channel = head * value_dim + first_column + m * C
+            s0 = stage_of(t)
+            plgpu.barrier_wait(state_in.at[s0])
+
+            def part(i):
+                return pool_g.at[slot, head, pl.ds(i * LINE, LINE), columns]
+
+            def scaled(x, n):
+                return x if not scaled_states else x * scale_g[n, row_b, head]
+
+            def loaded(i):
+                x = [load_transposed(interpret, ref) for ref in state_blocks(s0, m, i)]
+                x = jnp.concatenate(x, axis=1)
+                return x if split else scaled(x, 0)
+
+            def release(s):
+                plgpu.commit_smem()  # all four warps have read it
+                plgpu.barrier_arrive(in_free.at[s])
+
+            @pl.when(n_chunks > 0)
+            def _():
+                state = lax.cond(
+                    has_state != 0,
+                    lambda: tuple(loaded(i) for i in range(halves)),
+                    lambda: tuple(zero_tile((C, LINE), f32) for _ in range(halves)),
+                )
+                release(s0)
+
+                def write_output(o, n, s):
+                    """Through the buffer of values of chunk n + 1: a warp has read just what it overwrites."""
+                    tr(v_tiles.at[s, m])[...] = o
+                    plgpu.commit_smem()
+                    plgpu.copy_smem_to_gmem(v_rows.at[s, m], o_g.at[pl.ds(start + n * C, C), pl.ds(channel, C)])
+
+                def step(n, carry):
+                    state, low, before = carry
+                    s = stage_of(t + 1 + n)
+                    left = length - n * C
+                    plgpu.barrier_wait(in_bar.at[s])
+
+                    def chunk(u, q, o, *s_new):
+                        for i in range(halves):
+                            u.mma(low[i], tr(k_tiles.at[s, i]))
+                        for i in range(halves):
+                            q.mma(low[i], tr(q_tiles.at[s, i]))
+                        v = plgpu.load(tr(v_tiles.at[s, m]), layout=WGMMA).astype(f32)
+
+                        @pl.when(n > 0)
+                        def _():
+                            write_output(before, n - 1, s)
+
+                        k_scale = along_cols(load_vector(vec_s.at[s, pl.ds(K_SCALE * C, C)], COL), C)
+                        decay = jnp.exp2(vec_s[s, (LOG_GAMMA + 1) * C - 1])
+                        d = v - u.read(halves) * k_scale
+                        # Keys and values past the row's end may be NaN.
+                        masked = partial(jnp.where, iota((C, C), 1) < left, d, 0.0)
+                        d = lax.cond(left < C, masked, lambda d=d: d).astype(dtype)
+                        for i in range(halves):
+                            s_new[i].set(state[i] * decay)
+                            s_new[i].mma(d, r_s.at[s, i])
+                        q_scale = along_cols(load_vector(vec_s.at[s, pl.ds(Q_SCALE * C, C)], COL), C)
+                        o.set(q.read(halves) * q_scale)
+                        for i in range(2):
+                            o.mma(d[:, i * HALF : (i + 1) * HALF], tr(w_s.at[s, i]))
+                        state_new = tuple(x.read(1) for x in s_new)
+                        low_new = tuple(x.astype(dtype) for x in state_new)
+                        return state_new, low_new, o.read().astype(dtype)
+
+                    shapes = [(C, C)] * 3 + [(C, LINE)] * halves
+                    carry = accumulate(interpret, shapes, chunk)
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                    if interpret is not None:
+                        # Here products read like ordinary loads, and copies must not overtake those.
+                        plgpu.commit_smem()
+                    pl.when(n < n_chunks - 1)(lambda: plgpu.barrier_arrive(in_free.at[s]))
+                    return carry
+
+                low = tuple(x.astype(dtype) for x in state)
+                carry = (state, low, zero_tile((C, C), dtype))
+                state, _, o = lax.fori_loop(0, n_chunks, step, carry)
+
+                # The last output, too, leaves through the values of its chunk.
+                s = stage_of(t + n_chunks)
+
+                @pl.when(last == C)
+                def _():
+                    write_output(o, n_chunks - 1, s)
+
+                @pl.when(last < C)
+                def _():
+                    plgpu.commit_smem()
+                    store(tr(v_plain.at[s, m]), o)
+                    plgpu.commit_smem()
+                    drain(v_plain.at[s, m], start + (n_chunks - 1) * C, last, channel)
+
+                @pl.when(True if not split else segments_g[IS_LAST, part_b] != 0)
+                def _():
+                    for i in range(halves):
+                        store_transposed(interpret, part(i), scaled(state[i], 1))
+
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                plgpu.barrier_arrive(in_free.at[s])
+
+            @pl.when(n_chunks == 0)
+            def _():
+                @pl.when(jnp.logical_not(live))
+                def _():
+                    plain = v_plain.at[s0, m]
+                    store(plain, zero_tile((C, C), dtype))
+                    plgpu.commit_smem()
+
+                    @pl.when(b < rows)
+                    def _():
+                        zero_tokens(plain, start, start + length, channel)
+
+                    @pl.when(b == rows)
+                    def _():
+                        zero_outside(plain, channel)
+
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+                release(s0)
+
+            return t + 1 + n_chunks
+
+        def stream():
+            if interpret is None:
+                plgpu.set_max_registers(40, action="decrease")
+            for s in range(stages):  # the part that is never copied
+                w_s.at[s, 1][...] = zero_tile((C, HALF), dtype)
+            plgpu.commit_smem()
+            end = one_by_one(bring_all)
+            lax.fori_loop(
+                jnp.maximum(end - stages, 0), end, lambda t, _: plgpu.barrier_wait(in_free.at[stage_of(t)]), None
+            )
+
+        def claim(t):
+            s = stage_of(t)
+
+            @pl.when(t >= stages)
+            def _():
+                plgpu.barrier_wait(in_free.at[s])
+
+            return s
+
+        def bring_all(n, looked, t):
+            b, head, column = pair_of(n)
+            part_b = parts_of(b)[0]
+            start, _length, item, slot, has_state = looked
+            n_chunks = chunks_of(n, looked)[1]
+            key_head = lax.div(head, i32(group))
+            first_column = column * width
+            s0 = claim(t)
+            reads = (n_chunks > 0) & (has_state != 0)
+
+            @pl.when(reads)
+            def _():
+                for m in range(tiles):
+                    for i in range(halves):
+                        for j, ref in enumerate(state_blocks(s0, m, i)):
+                            at = pl.ds(i * LINE + j * ROWS, ROWS), pl.ds(first_column + m * C, C)
+                            source = pool_g.at[slot, head, *at] if not split else initial_g.at[part_b, head, *at]
+                            plgpu.copy_gmem_to_smem(source, ref, state_in.at[s0])
+
+            @pl.when(jnp.logical_not(reads))
+            def _():
+                for _ in range(blocks):
+                    plgpu.barrier_arrive(state_in.at[s0])
+
+            def bring(n, _):
+                if await_item is not None:  # while there is no room yet
+                    await_item(head, item + n)
+                s = claim(t + 1 + n)
+
+                def copy(channel, target):
+                    source = qkv_g.at[pl.ds(start + n * C, C), pl.ds(channel, LINE)]
+                    plgpu.copy_gmem_to_smem(source, target, in_bar.at[s])
+
+                for i in range(halves):
+                    copy((nk + key_head) * key_dim + i * LINE, k_rows.at[s, i])
+                for m in range(tiles):
+                    copy(2 * nk * key_dim + head * value_dim + first_column + m * C, v_rows.at[s, m])
+                for i in range(halves):
+                    copy(key_head * key_dim + i * LINE, q_rows.at[s, i])
+                plgpu.copy_gmem_to_smem(vec_g.at[item + n, head], vec_s.at[s], in_bar.at[s])
+                plgpu.copy_gmem_to_smem(r_g.at[item + n, head], r_s.at[s], in_bar.at[s])
+                w = w_g.at[item + n, head]
+                plgpu.copy_gmem_to_smem(w.at[pl.ds(0, C)], w_s.at[s, 0], in_bar.at[s])
+                plgpu.copy_gmem_to_smem(w.at[pl.ds(C, HALF)], w_s.at[s, 1, pl.ds(HALF, HALF)], in_bar.at[s])
+
+            lax.fori_loop(0, n_chunks, bring, None)
+            return t + 1 + n_chunks
+
+        for m in range(tiles):
+            pl.when(wg == m)(partial(carry_states, m))
+        pl.when(wg == tiles)(stream)
+        # no warpgroup may leave while another still waits on a barrier in this CTA's shared memory
+        plgpu.barrier_arrive(done)
+        plgpu.barrier_wait(done)
+
+    target = partial(copy_target, interpret)
+    bar = plgpu.Barrier
+    buffers = [
+        target((stages, halves, C, LINE), dtype),
+        target((stages, halves, C, LINE), dtype),
+        target((stages, tiles, C, C), dtype, plgpu.SMEM((stages, tiles, C, C), dtype)),
+        target((stages, halves, C, LINE), dtype),
+        swizzled_buffer((stages, 2, C, HALF), dtype),
+        plgpu.SMEM((stages, NUM_VECTORS * C), f32),
+    ]
+    state_dtype = f32 if split else pool.dtype
+    # A stage of an alias is as long as a stage of tokens: [ROWS, C] of float32 take what [C, LINE] of the tokens do.
+    fit = 4 // jnp.dtype(state_dtype).itemsize
+    aliases = [plgpu.SMEM((stages, n * fit, ROWS, C), state_dtype) for n in (halves, halves, tiles, halves)]
+    if interpret is None:
+        buffers[:4] = [plgpu.RefUnion(*union.refs, [x]) for union, x in zip(buffers[:4], aliases, strict=True)]
+    else:
+        buffers.insert(4, plgpu.SMEM((stages, blocks, ROWS, C), state_dtype))
+    barriers = [
+        bar(num_arrivals=2 * halves + tiles + 4, num_barriers=stages),
+        bar(num_arrivals=blocks, num_barriers=stages),
+        bar(num_arrivals=tiles, num_barriers=stages),
+        bar(num_arrivals=tiles + 1),
+    ]
+    return work, buffers, barriers
+
+
+def _stay(total, batch):
+    """Whether CTAs of `run_pass` carry one state after the other and fetch the next meanwhile: worth it for short rows.
+
+    Where rows are long, each is a CTA of its own, so that the chip is busy until the end whatever their lengths.
+    """
+    return total <= 512 * batch
+
+
+def _pass_refs(interpret, scratch):
+    """The buffers of `passing`, as its CTAs use them."""
+    if interpret is not None:
+        q, k, v, r, state, *others = scratch
+        return (q, q), (k, k), (v, v, v), r, lambda s, n: state.at[s, n], *others
+    unions, others = scratch[:4], scratch[4:]
+    q, k, v, r = [aliases_of(interpret, u) for u in unions]
+    return q[:2], k[:2], v[:3], r[1], state_block(q[-1], k[-1], v[-1], r[-1]), *others
+
+
+def state_block(*refs):
+    """Where block n of a state lies: `f(stage, n)`, in one of the refs, which are filled one after the other."""
+    places = [(ref, n) for ref in refs for n in range(ref.shape[1])]
+
+    def block(stage, n):
+        ref, at = places[n]
+        return ref.at[stage, at]
+
+    return block
+
+
+def run_pass(
+    qkv, w, r, vec, slot_idx, offsets, table, scales, pool, *, nk, tiles, interpret, split=None
+):  # fmt: skip
+    """Outputs [T, nv * VD]; `pool` (a Ref) is updated. A CTA for each (row, value head, `tiles` * 64 value columns).
+
+    Where rows are short, there are no more CTAs than multiprocessors, and each takes one of these after the other.
+
+    `scales` is None or [2, B, nv]: what states are multiplied with when read, and when written. `split` is None or
+    (`cut_rows`, their initial states): each segment of a row then has its own CTAs, and the last writes the state.
+    """
+    segments, initial = split or (None, None)
+    total = qkv.shape[0]
+    _, nv, _, value_dim = pool.shape
+    batch = slot_idx.shape[0]
+    rows = batch if segments is None else segments.shape[1]
+    work, buffers, barriers = passing(
+        qkv, pool, batch, rows,
+        nk=nk, tiles=tiles, split=split is not None, scaled_states=scales is not None, interpret=interpret,
+    )  # fmt: skip
+    columns = value_dim // (tiles * C)
+    pairs = columns * nv * (rows + 1)
+    ctas = min(pairs, SMS) if _stay(total, batch) else pairs
+
+    def body(*refs):
+        operands, scratch = refs[:12], refs[12:]
+        wg, cta = lax.axis_index("wg"), lax.axis_index("cta")
+
+        def pair_of(n):
+            pair = cta + n * ctas
+            row, column = lax.div(pair, i32(columns)), lax.rem(pair, i32(columns))
+            return lax.div(row, i32(nv)), lax.rem(row, i32(nv)), column
+
+        count = None if ctas == pairs else lax.div(pairs - cta + (ctas - 1), i32(ctas))
+        work(operands, _pass_refs(interpret, scratch), wg, count, pair_of)
+
+    kernel = plgpu.kernel(
+        after_previous(body, interpret),
+        out_type=jax.ShapeDtypeStruct((total, nv * value_dim), qkv.dtype),
+        grid=(ctas,),
+        grid_names=("cta",),
+        num_threads=tiles + 1,
+        thread_name="wg",
+        scratch_types=[*buffers, *barriers],
+        compiler_params=params(),
+        interpret=interpret,
+        kernel_name="gated_delta_chunk_pass",
+    )
+    return kernel(qkv, w, r, vec, slot_idx, offsets, table, scales, segments, initial, pool)
