@@ -192,8 +192,8 @@ def _num_workers(total, batch, nk, nv, key_dim, value_dim):
     """CTAs that prepare chunks beside those that carry states, in one kernel; 0 for one kernel after the other.
 
     Measured: worth it from 32 chunks a row on, where the states leave half of the multiprocessors idle. With 1.5 CTAs a
-    value head chunks are prepared as fast as they are needed; with more, W and R wait in memory until they have left
-    the L2 cache. A head that shares no place with another takes longer.
+    value head chunks are prepared as fast as they are needed; more were slower, probably because W and R then have
+    left the L2 cache when they are read. A head that shares no place with another takes longer.
     """
     carrying = batch * nv * value_dim // C
     if carrying > SMS // 2 or total < 32 * C * batch or key_dim > 128:
