@@ -84,13 +84,15 @@ def measure(impl: str, arguments: list[str], results: ResultFile, limit_s: float
                 print(line, end="", flush=True)
                 continue
             kind = message.pop("kind")
-            print(f"[{time.monotonic() - start:5.1f} s] {summary(kind, impl, message)}", flush=True)
             if kind == "environment":
                 results.environment(impl, message)
             elif kind == "record":
-                results.record(message)
+                message = results.record(message)
+            elif kind == "copy":
+                results.copy(message)
             else:
                 results.skipped(message)
+            print(f"[{time.monotonic() - start:5.1f} s] {summary(kind, impl, message)}", flush=True)
         ending.cancel()
     print(f"{impl}: {time.monotonic() - start:.0f} s", flush=True)
     return child.returncode == 0
@@ -99,6 +101,8 @@ def measure(impl: str, arguments: list[str], results: ResultFile, limit_s: float
 def summary(kind: str, impl: str, message: dict) -> str:
     if kind == "environment":
         return f"{impl} on {message['device']}, copy {message['copy_gbps']} GB/s"
+    if kind == "copy":
+        return f"copy {message['copy_gbps']} GB/s"
     if kind == "skipped":
         return f"{message.get('case', 'everything'):28s} {impl:8s} skipped: {message['reason']}"
     time_us = message["median_us"]

@@ -197,7 +197,7 @@ def make_inputs(case: Case, seed: int = 0) -> Inputs:
         row_ids = None
         if case.num_layers > 1:
             row_ids = spread_slots(case.num_layers * case.batch_size, case.max_slots, seed).reshape(case.num_layers, -1)
-            slot_idx = row_ids[-1]  # the check looks at the last layer
+            slot_idx = row_ids[-1]
         inputs = Inputs(pool, slot_idx, offsets, tokens=t.qkv, decay=t.decay, beta=t.beta, row_ids=row_ids)
     if case.operation == "verify_ring":
         # NaN: what the verify must write and does not is found by the check.
@@ -240,15 +240,23 @@ class Work:
     tensor_flops: float = 0.0
     vector_flops: float = 0.0
 
+    def operations_us(self, matmul_tflops: float | None, device: str) -> float:
+        """The time for the operations; those whose rate is not known take none."""
+        tensor = self.tensor_flops / matmul_tflops * 1e-6 if matmul_tflops else 0.0
+        vector = next((rate for kind, rate in VECTOR_FLOPS.items() if kind in device), None)
+        return max(tensor, self.vector_flops / vector * 1e6 if vector else 0.0)
+
     def floor_us(self, copy_gbps: float, matmul_tflops: float | None, device: str) -> float:
         """The larger of the times for the bytes and for the operations."""
-        times = [self.bytes / copy_gbps * 1e-3]
-        if matmul_tflops:
-            times.append(self.tensor_flops / matmul_tflops * 1e-6)
-        vector = next((rate for kind, rate in VECTOR_FLOPS.items() if kind in device), None)
-        if vector:
-            times.append(self.vector_flops / vector * 1e6)
-        return max(times)
+        return max(self.bytes / copy_gbps * 1e-3, self.operations_us(matmul_tflops, device))
+
+    def facts(self, matmul_tflops: float | None, device: str) -> dict[str, float]:
+        """What a record says of it: floor and shares follow, once the copy bandwidth of the run is known."""
+        return {
+            "bytes": self.bytes,
+            "state_bytes": self.state_bytes,
+            "operations_us": round(self.operations_us(matmul_tflops, device), 3),
+        }
 
 
 def work(case: Case) -> Work:

@@ -41,7 +41,7 @@ class Results:
     """What a library computed.
 
     Attributes:
-        tokens: `(token slice, channel slice) -> [tokens, channels]`: outputs.
+        tokens: `(token slice, channel slice) -> [tokens, channels]`: outputs, of several layers one below the other.
         state: `row of the pool -> its new contents`.
         ring_row: `row of the ring -> its new contents`, of a verify.
     """
@@ -78,12 +78,17 @@ def sampled(case: Case, inputs: Inputs, results: Results) -> Callable[[], tuple[
 
 def _rows(case: Case, inputs: Inputs, results: Results):
     everything = slice(None)
+    layers = inputs.slot_idx[None] if inputs.row_ids is None else inputs.row_ids
+    # Rows of every layer: of several, they lie less than a layer apart.
+    sample = spread(max(SAMPLED_ROWS, 2 * len(layers)), layers.size)
     parts = []
-    for b in spread(SAMPLED_ROWS, case.batch_size):
+    for layer, b in (divmod(i, case.batch_size) for i in sample):
         tokens = slice(int(inputs.offsets[b]), int(inputs.offsets[b + 1]))
-        slot = int(inputs.slot_idx[b])
+        below = layer * case.num_tokens
+        out = results.tokens(slice(below + tokens.start, below + tokens.stop), everything)
+        slot = int(layers[layer, b])
         ring = results.ring_row(int(inputs.ring_row_ids[b])) if results.ring_row else None
-        parts.append((tokens, slot, results.tokens(tokens, everything), results.state(slot), ring))
+        parts.append((tokens, slot, out, results.state(slot), ring))
 
     def errors():
         outputs, states = Error(), Error()

@@ -26,6 +26,7 @@ from benchmarks.records import emit
 IMPL = "gdn_jax"
 # XLA moves and computes far more than the floors count.
 XLA_OVER_FLOOR = 30.0
+COPY_EVERY_S = 2.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +91,7 @@ def _verify(case: Case, args, state):
 def _recurrence(case: Case, args, state):
     tokens, decay, beta, offsets, layers = args
     (pool,) = state
-    out = ()
+    outs = []
     for slot_idx in layers:
         out, pool = gdn_jax.gated_delta_recurrence_fwd(
             tokens,
@@ -102,7 +103,8 @@ def _recurrence(case: Case, args, state):
             algorithm=case.algorithm,
             implementation=case.implementation,
         )
-    return (pool,), out
+        outs.append(out)
+    return (pool,), tuple(outs) if len(outs) > 1 else outs[0]
 
 
 def first_call_s(case: Case) -> float:
@@ -135,8 +137,18 @@ def served_by(program) -> str:
 class Suite:
     """Cases in groups: every program of a group is compiled, on all cores, then one case after another is timed."""
 
-    def __init__(self, copy_gbps: float, matmul_tflops: float | None, device: str, deadline: float, impl: str = IMPL):
+    def __init__(
+        self,
+        copy_rate: Callable[[], float],
+        copy_gbps: float,
+        matmul_tflops: float | None,
+        device: str,
+        deadline: float,
+        impl: str = IMPL,
+    ):
+        """`copy_gbps` is what `copy_rate` measured first: how long the loops are follows from it."""
         self.impl = impl
+        self.copy_rate, self.copied = copy_rate, time.monotonic()
         self.copy_gbps, self.matmul_tflops, self.device = copy_gbps, matmul_tflops, device
         self.deadline = deadline
         self.threads = ThreadPoolExecutor(max(min(os.cpu_count() or 1, 16) - 2, 1))
@@ -149,6 +161,14 @@ class Suite:
             while waiting:  # nothing else runs while a case is timed
                 case, prepared = waiting.pop(0)
                 self.guarded(case, self.measure, *prepared, first_calls.get(case.name))
+                if time.monotonic() - self.copied > COPY_EVERY_S:
+                    self.measure_copy()
+        self.measure_copy()
+
+    def measure_copy(self) -> None:
+        """Between the cases: what a process finds at one time may be some percent off what it finds at another."""
+        emit("copy", copy_gbps=round(self.copy_rate(), 1))
+        self.copied = time.monotonic()
 
     def guarded(self, case: Case, function: Callable, *args):
         """What the function returns; None where it fails or time is up, which does not cost the other cases theirs."""
@@ -162,11 +182,9 @@ class Suite:
             emit("skipped", case=case.name, impl=self.impl, reason=f"{type(error).__name__}: {str(error)[:300]}")
             return None
 
-    def floor_us(self, case: Case) -> float:
-        return cases.work(case).floor_us(self.copy_gbps, self.matmul_tflops, self.device)
-
     def plan(self, case: Case) -> timing.Plan:
-        return plan_of(case, self.floor_us(case), "xla" if self.device == "cpu" else case.implementation)
+        floor_us = cases.work(case).floor_us(self.copy_gbps, self.matmul_tflops, self.device)
+        return plan_of(case, floor_us, "xla" if self.device == "cpu" else case.implementation)
 
     def prepare(self, case: Case) -> tuple[Future, Future]:
         """The program and the inputs."""
@@ -191,7 +209,7 @@ class Suite:
             "impl": self.impl,
             "implementation": served_by(program),
             "median_us": None,
-            "floor_us": round(self.floor_us(case), 3),
+            **cases.work(case).facts(self.matmul_tflops, self.device),
             "rel_err": rel_err,
             "state_rel_err": state_rel_err,
             "in_place": in_place,
@@ -205,23 +223,15 @@ class Suite:
             return
         seconds = 0.4 if case.is_main else 0.15
         median_us, spread_us, _ = timing.time_program(program, call.args, carry, plan, seconds)
-        work = cases.work(case)
-        record |= {
-            "median_us": round(median_us, 3),
-            "spread_us": round(spread_us, 3),
-            "bytes": work.bytes,
-            "state_bytes": work.state_bytes,
-            "share_of_copy": round(work.bytes / median_us * 1e-3 / self.copy_gbps, 4),
-            "state_share_of_copy": round(work.state_bytes / median_us * 1e-3 / self.copy_gbps, 4),
-        }
-        emit("record", **record)
+        emit("record", **{**record, "median_us": round(median_us, 3), "spread_us": round(spread_us, 3)})
 
     def check(self, case: Case, inputs: Inputs, state, outs) -> tuple[float, float]:
         """Errors of outputs and states on a sample; and that all outputs were written, and no slot of nobody."""
         pool = state[0]
         for slot in inputs.spare_slots:
             assert np.isnan(np.asarray(pool[slot]).astype(np.float32)).all(), "a slot that no row names was written"
-        out = np.asarray(outs[0]) if case.operation != "state_fold" else np.empty((0, 0))
+        layers = [np.asarray(out) for out in jax.tree.leaves(outs[0])]
+        out = np.concatenate(layers) if layers else np.empty((0, 0))
         if out.size:
             groups = 1 if case.operation == "conv1d" else case.heads.num_value_heads
             checks.assert_written(out, groups)
@@ -308,9 +318,10 @@ def main() -> None:
     device = jax.devices()[0].device_kind
     if options.tiny:
         selected = [case.tiny() for case in selected]
-        copy, matmul = timing.copy_gbps(1 << 16), timing.matmul_tflops(256)
+        copy_rate, matmul = timing.CopyRate(1 << 16), timing.matmul_tflops(256)
     else:
-        copy, matmul = timing.copy_gbps(), timing.matmul_tflops()
+        copy_rate, matmul = timing.CopyRate(), timing.matmul_tflops()
+    copy = copy_rate()
     emit(
         "environment",
         device=device,
@@ -319,7 +330,7 @@ def main() -> None:
         matmul_tflops=round(matmul, 1),
         seconds_to_first_case=round(time.monotonic() - start, 1),
     )
-    Suite(copy, matmul, device, start + options.budget_s, impl).run(selected)
+    Suite(copy_rate, copy, matmul, device, start + options.budget_s, impl).run(selected)
     print(f"{time.monotonic() - start:.0f} s", file=sys.stderr)
 
 

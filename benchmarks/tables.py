@@ -180,7 +180,9 @@ def environment(results: Results) -> str:
     for run, found in enumerate(content["runs"]):
         if run in measured:
             other = [f", {x} {y}" for x, y in found.get("versions", {}).items() if content["versions"].get(x) != y]
-            lines.append(f"`{found['command']}` ({found['copy_gbps']:.0f} GB/s{''.join(other)})")
+            copies = found.get("copy_samples_gbps", [])
+            several = f", of {min(copies):.0f} to {max(copies):.0f}" if len(copies) > 1 else ""
+            lines.append(f"`{found['command']}` ({found['copy_gbps']:.0f} GB/s{several}{''.join(other)})")
     return "  \n".join(lines) + "\n"
 
 

@@ -122,34 +122,44 @@ def time_program(program: Callable, args, carry, plan: Plan, budget_s: float = 0
     return median, spread, carry
 
 
-def copy_gbps(elements: int = 1 << 28) -> float:
-    """Device copy bandwidth in GB/s, bytes read and written: the better of a copy and of a scaling in place."""
-    rates = []
-    x = jnp.linspace(1.0, 2.0, elements, dtype=jnp.float32)
-    plan = Plan(1, 2, 14)
+COPY_PLAN, COPY_PAIRS = Plan(1, 4, 40), 5
 
-    def scale(factor, state):
-        return state * factor, ()
 
-    program, factor = loop_program(scale, plan), jnp.float32(1.0000001)
-    median, _, (x, _) = time_program(program, factor, loop_carry(scale, plan, factor, x), plan)
-    rates.append(2 * x.nbytes / median * 1e-3)
+def _scale(factor, state):
+    return state * factor, ()
 
-    # A copy is a program of its own; they queue up, so the host does not count.
-    copy = jax.jit(jnp.copy)
 
-    def run(times):
+class CopyRate:
+    """Device copy bandwidth in GB/s, bytes read and written, measured anew by every call.
+
+    It is the better of a copy and of a scaling in place, on an array of its own: what a process finds differs by a few
+    percent from one measurement to the next.
+    """
+
+    def __init__(self, elements: int = 1 << 28):
+        self._elements = elements
+        self._factor = jnp.float32(1.0000001)
+        self._program = loop_program(_scale, COPY_PLAN)
+        self._copy = jax.jit(jnp.copy)
+
+    def __call__(self) -> float:
+        x = jnp.linspace(1.0, 2.0, self._elements, dtype=jnp.float32)
+        moved = 2 * x.nbytes
+        carry = loop_carry(_scale, COPY_PLAN, self._factor, x)
+        scaling, _, (x, _) = time_program(self._program, self._factor, carry, COPY_PLAN, max_pairs=COPY_PAIRS)
+        self._copies(x, COPY_PLAN.short)
+        pairs = [[self._copies(x, n) for n in (COPY_PLAN.short, COPY_PLAN.long)] for _ in range(COPY_PAIRS)]
+        short, long = zip(*pairs, strict=True)
+        copying, _ = slope_us(short, long, COPY_PLAN.extra_calls)
+        return moved / min(scaling, copying) * 1e-3
+
+    def _copies(self, x, times: int) -> float:
+        """Seconds. A copy is a program of its own; they queue up, so the host does not count."""
         start = time.perf_counter()
         for _ in range(times):
-            y = copy(x)
+            y = self._copy(x)
         jax.block_until_ready(y)
         return time.perf_counter() - start
-
-    run(2)
-    pairs = [(run(2), run(14)) for _ in range(7)]
-    median, _ = slope_us([short for short, _ in pairs], [long for _, long in pairs], 12)
-    rates.append(2 * x.nbytes / median * 1e-3)
-    return max(rates)
 
 
 def matmul_tflops(size: int = 8192) -> float:

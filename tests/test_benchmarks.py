@@ -140,7 +140,8 @@ def test_the_check_finds_one_wrong_number(operation, lengths, num_layers):
     inputs = cases.make_inputs(case)
     call = own.make_call(case, inputs)
     state, out = jax.jit(call.step)(call.args, call.state)
-    state, out = [np.array(x) for x in state], np.array(out)
+    state, outs = [np.array(x) for x in state], [np.asarray(x) for x in jax.tree.leaves(out)]
+    out = np.concatenate(outs) if outs else np.empty((0, 0))
 
     def errors():
         return checks.sampled(
@@ -156,12 +157,18 @@ def test_the_check_finds_one_wrong_number(operation, lengths, num_layers):
     outputs_error, states_error = errors()
     assert outputs_error <= 2e-6
     assert states_error <= 2e-6
-    named = inputs.row_ids[0, 0] if operation == "state_fold" else inputs.slot_idx[0]
-    state[0][named].flat[0] += 1.0
-    assert errors()[1] > 1e-3
-    if operation != "state_fold":
-        out[0, 0] = np.nan
-        assert np.isnan(errors()[0])
+    # Of every layer, where there are several.
+    layers = inputs.slot_idx[None] if inputs.row_ids is None else inputs.row_ids
+    for layer, slots in enumerate(layers):
+        before = state[0].copy()
+        state[0][slots[0]].flat[0] += 1.0
+        assert errors()[1] > 1e-3
+        state[0][:] = before
+        if operation != "state_fold":
+            token = layer * case.num_tokens
+            held, out[token, 0] = out[token, 0], np.nan
+            assert np.isnan(errors()[0])
+            out[token, 0] = held
 
 
 def test_outputs_that_were_not_written_are_found():
@@ -179,7 +186,8 @@ def test_outputs_that_were_not_written_are_found():
 
 
 def record(case, impl="gdn_jax", time_us: float | None = 10.0, **fields):
-    return {"case": case, "impl": impl, "median_us": time_us, "floor_us": 8.0, "rel_err": 1e-3, "run": 0, **fields}
+    facts = {"bytes": 33_600_000, "state_bytes": 16_800_000, "operations_us": 7.0, "floor_us": 8.0, "rel_err": 1e-3}
+    return {"case": case, "impl": impl, "median_us": time_us, **facts, "run": 0, **fields}
 
 
 def test_result_files_merge(tmp_path):
@@ -223,6 +231,33 @@ def test_result_files_merge(tmp_path):
     other = ResultFile(path, "fourth", merge=True)
     with pytest.raises(ValueError, match="NVIDIA H200"):
         other.environment("gdn_jax", {**head, "device": "NVIDIA H100"})
+
+
+def test_shares_are_of_the_median_of_all_copies(tmp_path):
+    path = tmp_path / "h200.json"
+    head = {"device": "NVIDIA H200", "versions": {}}
+    peer = ResultFile(path, "first", merge=False)
+    peer.environment("fla", {**head, "copy_gbps": 4000.0})
+    peer.record(record("decode/f32/B1", "fla", 16.8))
+    results = ResultFile(path, "second", merge=True)
+    results.environment("gdn_jax", {**head, "copy_gbps": 4800.0})
+    # What is known until then, and at the end.
+    assert results.record(record("decode/f32/B1", time_us=10.0))["share_of_copy"] == 0.7
+    results.record(record("decode/f32/B8", time_us=None, failed="wrong"))
+    results.record(record("decode/f32/B32", time_us=10.0, operations_us=9.0))
+    for copy_gbps in (4200.0, 4100.0):
+        results.copy({"copy_gbps": copy_gbps})
+    content = json.loads(path.read_text())
+    assert (content["copy_gbps"], content["copy_spread_gbps"]) == (4200.0, 700.0)
+    assert content["runs"][1]["copy_samples_gbps"] == [4800.0, 4200.0, 4100.0]
+    by_case = {(x["case"], x["impl"]): x for x in content["records"]}
+    assert by_case["decode/f32/B1", "gdn_jax"]["share_of_copy"] == 0.8
+    assert by_case["decode/f32/B1", "gdn_jax"]["state_share_of_copy"] == 0.4
+    assert by_case["decode/f32/B1", "gdn_jax"]["floor_us"] == 8.0
+    assert by_case["decode/f32/B32", "gdn_jax"]["floor_us"] == 9.0
+    assert "share_of_copy" not in by_case["decode/f32/B8", "gdn_jax"]
+    assert by_case["decode/f32/B1", "fla"]["share_of_copy"] == 0.5
+    assert "(4200 GB/s, of 4100 to 4800)" in tables.TABLES["environment"](tables.Results(content))
 
 
 def results():

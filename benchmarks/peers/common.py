@@ -29,10 +29,18 @@ def select(prefixes, names) -> list[Case]:
     return [by_name[name] for name in names if not prefixes or name.startswith(tuple(prefixes))]
 
 
-def run(impl: str, selected: list[Case], measure: Callable, deadline: float, copy_gbps: float, device: str) -> None:
+def run(
+    impl: str,
+    selected: list[Case],
+    measure: Callable,
+    deadline: float,
+    copy_rate: Callable[[], float],
+    device: str,
+) -> None:
     """`measure(case, inputs)` gives the results, then (after the check) the time: a generator of these two things.
 
-    The second is a dict with `median_us` and whatever else is worth keeping.
+    The second is a dict with `median_us` and whatever else is worth keeping. The copy bandwidth is measured after every
+    case.
     """
     slowest = 0.0
     for case in selected:
@@ -44,21 +52,19 @@ def run(impl: str, selected: list[Case], measure: Callable, deadline: float, cop
             inputs = cases.make_inputs(case)
             steps = measure(case, inputs)
             rel_err, state_rel_err = checks.sampled(case, inputs, next(steps))()
-            work = cases.work(case)
             record = {
                 "case": case.name,
                 "impl": impl,
                 "median_us": None,
-                "floor_us": round(work.floor_us(copy_gbps, None, device), 3),
+                **cases.work(case).facts(None, device),
                 "rel_err": rel_err,
                 "state_rel_err": state_rel_err,
             }
             if not (rel_err <= WRONG and state_rel_err <= WRONG):
                 emit("record", **record, failed=f"error over {WRONG:g}: not timed")
                 continue
-            record |= next(steps)
-            record["state_share_of_copy"] = round(work.state_bytes / record["median_us"] * 1e-3 / copy_gbps, 4)
-            emit("record", **record)
+            emit("record", **{**record, **next(steps)})
+            emit("copy", copy_gbps=round(copy_rate(), 1))
         except Exception as error:  # the other cases are still worth their time
             traceback.print_exc()
             emit("skipped", case=case.name, impl=impl, reason=f"{type(error).__name__}: {str(error)[:300]}")

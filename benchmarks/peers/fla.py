@@ -39,12 +39,11 @@ def main() -> None:
         return
     torch.set_grad_enabled(False)
     device = torch.cuda.get_device_name()
-    copy = copy_gbps(torch)
     emit(
         "environment",
         device=device,
         versions={name: importlib.metadata.version(name) for name in ("fla-core", "torch", "triton")},
-        copy_gbps=round(copy, 1),
+        copy_gbps=round(copy_gbps(torch), 1),
     )
 
     def on_gpu(x):
@@ -85,7 +84,9 @@ def main() -> None:
             "implementation": f"{function.__name__}, {how}",
         }
 
-    common.run(IMPL, common.select(options.prefixes, NAMES), measure, options.deadline, copy, device)
+    common.run(
+        IMPL, common.select(options.prefixes, NAMES), measure, options.deadline, lambda: copy_gbps(torch), device
+    )
 
 
 def time_us(torch, call, target_us: float = 20000.0, repeats: int = 7) -> tuple[float, str]:

@@ -35,12 +35,12 @@ def main() -> None:
 
     device = jax.devices()[0].device_kind
     kernels = "chunked" if jax.default_backend() == "cpu" else "mosaic_gpu"
-    copy = timing.copy_gbps(1 << 16 if options.tiny else 1 << 28)
+    copy_rate = timing.CopyRate(1 << 16 if options.tiny else 1 << 28)
     emit(
         "environment",
         device=device,
         versions={"jax": jax.__version__, "jax-linear-attention": importlib.metadata.version("jax-linear-attention")},
-        copy_gbps=round(copy, 1),
+        copy_gbps=round(copy_rate(), 1),
     )
 
     def step(args, state):
@@ -94,7 +94,7 @@ def main() -> None:
     selected = common.select(options.prefixes, NAMES)
     if options.tiny:
         selected = [case.tiny() for case in selected]
-    common.run(IMPL, selected, measure, options.deadline, copy, device)
+    common.run(IMPL, selected, measure, options.deadline, copy_rate, device)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import importlib.metadata
 import statistics
 import subprocess
 import time
+from collections.abc import Callable
 
 import numpy as np
 
@@ -67,9 +68,9 @@ def main() -> None:
         return
     selected = common.select(options.prefixes, NAMES)
     device, name = driver.Accelerator(), device_name()
-    copy = copy_gbps(device)
+    copy_rate = make_copy_rate(device)
     versions = {"max": importlib.metadata.version("max")}
-    emit("environment", device=name, versions=versions, copy_gbps=round(copy, 1))
+    emit("environment", device=name, versions=versions, copy_gbps=round(copy_rate(), 1))
     start = time.perf_counter()
     models = engine.InferenceSession(devices=[device]).load_all(build(selected))
     print(f"{len(models)} graphs compiled in {time.perf_counter() - start:.1f} s", flush=True)
@@ -91,7 +92,7 @@ def main() -> None:
             "implementation": FUNCTIONS[case.operation] + (", float32 tokens" if "tokens" in operands else ""),
         }
 
-    common.run(IMPL, selected, measure, options.deadline, copy, name)
+    common.run(IMPL, selected, measure, options.deadline, copy_rate, name)
 
 
 def arrays(case: Case, inputs: Inputs) -> dict[str, np.ndarray]:
@@ -216,17 +217,20 @@ def seconds(device, call, times: int = 1) -> float:
     return time.perf_counter() - start
 
 
-def copy_gbps(device) -> float:
-    """Device copy bandwidth in GB/s, bytes read and written."""
+def make_copy_rate(device) -> Callable[[], float]:
+    """What measures the device's copy bandwidth in GB/s, bytes read and written."""
     x = to_device(np.tile(np.random.default_rng(0).random(1 << 24, np.float32), 16), device)
     y = x.copy()
 
     def run(times: int) -> float:
         return seconds(device, lambda: y.inplace_copy_from(x), times)
 
-    run(2)
-    slope = statistics.median(run(12) - run(2) for _ in range(5)) / 10
-    return 2 * 4 * x.num_elements / slope * 1e-9
+    def copy_rate() -> float:
+        run(2)
+        slope = statistics.median(run(12) - run(2) for _ in range(5)) / 10
+        return 2 * 4 * x.num_elements / slope * 1e-9
+
+    return copy_rate
 
 
 def device_name() -> str:
