@@ -67,7 +67,8 @@ def forward_kernel(
         token = load_token(at, key_index, is_key, column, is_value)
         state_at = pool + (slot * NV + h) * (KD * VD) + v0 + row[:, None] * VD + column[None, :]
         inside = tile_masks(is_row, is_value)
-        # It is written where it was read: until then the cache is to keep it, and afterwards nobody asks for it.
+        # It is written where it was read: until then the cache is to keep it. A store that asks for its line to go first
+        # takes longer than one that asks for nothing.
         keep: tl.constexpr = "" if CACHED else "evict_last"
         state = float_parts(load_parts(state_at, SLAB * VD, each_and(inside, has_state), keep))
         for t in range(start, end):
@@ -85,7 +86,7 @@ def forward_kernel(
             if (AHEAD == 0) & (t + 1 < end):
                 at = token_at(qkv, decay, beta, t + 1, h, v0, NK, NV, KD, VD)
                 token = load_token(at, key_index, is_key, column, is_value)
-        store_parts(state_at, SLAB * VD, state, inside, "" if CACHED else "evict_first")
+        store_parts(state_at, SLAB * VD, state, inside, "")
     if not live:
         zero_tokens(out, start, end, out_columns, is_value, NV * VD)
     zero_uncovered(offsets, out, out_columns, is_value, b, B, T, NV * VD)
