@@ -23,7 +23,7 @@ from jaxlib.mlir.dialects import arith, llvm, memref, vector
 
 KEY_ROWS = 8
 EPS = 1e-6
-_L2_BYTES = 50 * 1024 * 1024
+L2_BYTES = 50 * 1024 * 1024
 """Second-level cache of a Hopper GPU. Up to that many bytes of states may still be there from the call before."""
 _STAYING_BYTES = 32 * 1024 * 1024
 """Of states that are up to half as much again: what is left there for the next call."""
@@ -147,7 +147,7 @@ def fetch_to_keep(ref, states_bytes, interpret) -> None:
     memory serves reads and writes faster (docs/kernels_conv_fold.md). Nothing but time depends on it.
     Left out where all states of the call, `states_bytes`, fit into that cache: there it costs time.
     """
-    if interpret is not None or states_bytes <= _L2_BYTES:
+    if interpret is not None or states_bytes <= L2_BYTES:
         return
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
@@ -316,7 +316,7 @@ def store_chunks(block, layout, chunks, states_bytes, interpret) -> None:
         tiled = layout.to_mgpu()
         address, places = _chunk_accesses(block, tiled)
         word, n, letter = _words(block, tiled)
-        if _L2_BYTES < states_bytes <= 1.5 * _L2_BYTES:
+        if L2_BYTES < states_bytes <= 1.5 * L2_BYTES:
             policy = _cache_policy("L2::evict_normal.L2::evict_first", _STAYING_BYTES / states_bytes)
         else:
             policy = _cache_policy("L2::evict_normal")

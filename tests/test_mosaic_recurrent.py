@@ -77,6 +77,7 @@ PLANS = {
     "token by token": plans.Plan(16),
     "whole rows of 32": plans.Plan(32, rows=True),
     "whole rows of 128": plans.Plan(128, rows=True),
+    "whole rows of both heads of a key head": plans.Plan(64, rows=True, run=2),
     "windows of 4": plans.Plan(16, window=4, warpgroups=2),
     "windows of 4, all tiles of a key head": plans.Plan(16, window=4, warpgroups=2, run=4),
     "windows of 4, wide tiles": plans.Plan(128, window=4, warpgroups=2, run=2),
@@ -89,7 +90,7 @@ PLANS = {
 @pytest.mark.parametrize("name", PLANS)
 def test_every_plan_takes_every_row(name, pool, interpret):
     plan = PLANS[name]
-    heads = (1, 1, 64, plan.tile) if plan.rows else (1, 2, 16, max(plan.tile, 32))
+    heads = (1, plan.run, 64, max(plan.tile, 64)) if plan.rows else (1, 2, 16, max(plan.tile, 32))
     args = make([1, 18, 0, 1, 2, 1], heads, [2, 0, 1, -1, 3, 4], fresh=(4, 5), pool=pool)
     function = partial(run, plan=plan, interpret=interpret)
     check_forward(args, *(function if interpret else jax.jit(function))(args))
@@ -234,13 +235,44 @@ def test_forward_lowers_in_place(size, pool):
     assert text.count("#stablehlo.output_operand_alias<") == 1
 
 
-@pytest.mark.parametrize(("batch", "stays"), [(8, None), (32, "0.5000"), (64, None)])
-def test_states_keep_their_lines_until_they_are_overwritten(batch, stays):
+@pytest.mark.parametrize(
+    ("batch", "pool", "stays"),
+    [
+        (8, "float32", None),
+        (32, "float32", "0.5000"),
+        (64, "float32", None),
+        (32, "bfloat16", None),
+        (64, "bfloat16", "0.5000"),
+    ],
+)
+def test_states_keep_their_lines_until_they_are_overwritten(batch, pool, stays):
     """Of states that are somewhat more than the cache holds, a share stays for the next call."""
-    text = lowered(recurrence, shapes(batch, batch, (16, 32, 128, 128)))
-    assert "createpolicy.fractional.L2::evict_last.b64 $0, 1.0000" in text
+    text = lowered(recurrence, shapes(batch, batch, (16, 32, 128, 128), pool=pool))
+    if pool == "float32":
+        assert "createpolicy.fractional.L2::evict_last.b64 $0, 1.0000" in text
+    else:
+        assert ("prefetch.global.L2::evict_last" in text) == (stays is not None)
     stores = f"L2::evict_normal.L2::evict_first.b64 $0, {stays}" if stays else "L2::evict_normal.b64 $0, 1.0000"
     assert set(re.findall(r"L2::evict_normal[^;]*", text)) == {stores}
+
+
+@pytest.mark.parametrize(
+    ("batch", "value_heads", "pool", "run"),
+    [
+        (8, 32, "bfloat16", 1),
+        (32, 32, "bfloat16", 2),
+        (48, 32, "float16", 2),
+        (48, 16, "float16", 1),
+        (64, 32, "bfloat16", 1),
+        (32, 32, "float32", 1),
+    ],
+)
+def test_two_tiles_in_turn_if_they_are_in_the_cache(batch, value_heads, pool, run):
+    """More tiles than fit at once, no more than the cache holds, and a second one of the key head."""
+    dtypes = jnp.dtype("bfloat16"), jnp.dtype(pool)
+    plan = plans.plan_rows(batch, batch, 16, value_heads, 128, 128, dtypes, False)
+    assert plan.rows
+    assert plan.run == run
 
 
 DTYPES = ["float32", "bfloat16", "float16"]

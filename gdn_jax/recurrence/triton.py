@@ -67,8 +67,8 @@ def forward_kernel(
         token = load_token(at, key_index, is_key, column, is_value)
         state_at = pool + (slot * NV + h) * (KD * VD) + v0 + row[:, None] * VD + column[None, :]
         inside = tile_masks(is_row, is_value)
-        # It is written where it was read: until then the cache is to keep it. A store that asks for its line to go first
-        # takes longer than one that asks for nothing.
+        # It is written where it was read: until then the cache is to keep it. Stores that ask for their lines to go
+        # first take longer than those that ask for nothing.
         keep: tl.constexpr = "" if CACHED else "evict_last"
         state = float_parts(load_parts(state_at, SLAB * VD, each_and(inside, has_state), keep))
         for t in range(start, end):

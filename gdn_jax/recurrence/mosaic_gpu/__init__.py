@@ -90,7 +90,7 @@ def run_rows(tokens, rows, pool, ring=None, ring_slot_idx=None, *, plan=None, in
         interpret=interpret,
     )
     if not plan.window:
-        kind, blocks, threads = direct, call.num_programs, {}
+        kind, blocks, threads = direct, call.num_programs // plan.run, {}
     else:
         kind = windowed if plan.window == SHORT_WINDOW else streamed
         blocks, threads = call.num_blocks, {"num_threads": plan.warpgroups, "thread_name": "warpgroup"}

@@ -7,7 +7,17 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from gdn_jax._mosaic import KEY_ROWS, along_keys, fetch_to_keep, is_row_of, load, load_chunks, store, store_chunks
+from gdn_jax._mosaic import (
+    KEY_ROWS,
+    along_keys,
+    fetch_to_keep,
+    is_row_of,
+    load,
+    load_chunks,
+    store,
+    store_chunks,
+    vector_layout,
+)
 from gdn_jax.recurrence.mosaic_gpu.plan import Call
 from gdn_jax.recurrence.mosaic_gpu.step import (
     KeyVectors,
@@ -22,19 +32,17 @@ from gdn_jax.recurrence.mosaic_gpu.step import (
     zero_uncovered,
 )
 
-_UNROLL = 4
-"""Chunks of a state in shared memory that are in registers together."""
 _PIECES = 4
-"""Bulk copies that a tile comes in, if its rows can be cut so."""
+"""Bulk copies that the tile of a program comes in, if its rows can be cut so. Several tiles in turn come whole."""
 
 
 def _num_pieces(call: Call) -> int:
-    return math.gcd(len(call.chunks), _PIECES)
+    return math.gcd(len(call.chunks), _PIECES) if call.plan.run == 1 else 1
 
 
 def scratch_types(call: Call) -> list:
     f32, tile = jnp.float32, call.plan.tile
-    types = [plgpu.SMEM((3, max(call.key_dim, tile)), f32), plgpu.SMEM((2,), f32)]
+    types = [plgpu.SMEM((3, max(call.key_dim, tile)), f32), plgpu.SMEM((2 * call.plan.run,), f32)]
     if call.records:
         types.append(plgpu.SMEM((tile,), f32))
     if call.plan.rows:
@@ -45,54 +53,55 @@ def scratch_types(call: Call) -> list:
 
 
 def body(call: Call):
-    tile, num_pieces = call.plan.tile, _num_pieces(call)
+    tile, run = call.plan.tile, call.plan.run
     one_key, whole = KeyVectors(call.key_dim), Tile(tile, call.interpret)
 
-    def stage_token(qkv_g, decay_g, beta_g, t, h, keys_s, queries_s, gates_s):
-        """Puts key and query into shared memory in float32 and returns the gates; ends at a barrier.
+    def stage_token(qkv_g, decay_g, beta_g, t, heads, keys_s, queries_s, gates_s):
+        """Puts key and query into shared memory in float32 and returns the gates of each head; ends at a barrier.
 
         The compilers move a load down to its use, which for the gates is behind the barrier. Their way through shared
         memory holds them back, so that all loads of a token are on their way together.
         """
-        key_columns, query_columns, _ = call.token_columns(h)
+        key_columns, query_columns, _ = call.token_columns(heads[0])
         key = one_key.load(qkv_g.at[t, key_columns])
         query = one_key.load(qkv_g.at[t, query_columns])
         one_key.store(keys_s, key)
         one_key.store(queries_s, query)
-        for i, gate in enumerate((decay_g, beta_g)):
-            gates_s[i] = gate[t, h]
+        for i, h in enumerate(heads):
+            gates_s[2 * i], gates_s[2 * i + 1] = decay_g[t, h], beta_g[t, h]
         scales = one_key.scales(key, query)
         plgpu.commit_smem()
-        return gates_s[0], gates_s[1], *scales
+        return [(gates_s[2 * i], gates_s[2 * i + 1], *scales) for i in range(len(heads))]
 
     def direct(qkv_g, decay_g, beta_g, slot_g, offset_g, has_g, *refs):
-        """A tile a program, rows token by token."""
+        """A tile a program, or several of a key head in turn, rows token by token."""
         if call.records:
             ring_slot_g, pool_g, ring_g, out_g, token_s, gates_s, *scratch = refs
         else:
             pool_g, out_g, token_s, gates_s, *scratch = refs
         keys_s, queries_s = (token_s.at[i, pl.ds(0, call.key_dim)] for i in range(2))
-        b, h, v0 = call.where(lax.axis_index("block"))
+        first = lax.axis_index("block") * run
+        b, h, v0 = call.where(first)
         # All indices at once: each is a trip to memory.
         slot, has_state = slot_g[b], has_g[b]
         start, end = row_bounds(offset_g, b, call.num_tokens)
         live = is_row_of(slot, call.max_slots)
-        value_at = call.token_columns(h)[2]
-        out_columns = pl.ds(h * call.value_dim + v0, tile)
+        out_columns, out_layout = pl.ds(h * call.value_dim + v0, run * tile), vector_layout(run * tile)
 
-        def by_token(part, state, at):
-            """The row over a part of the tile in registers, `at` columns from its left."""
+        def by_token(part, state, h, v0):
+            """The row over a part of a tile in registers, from column `v0` of head `h` on."""
 
             def step(t, state):
                 # By shared memory, for the same reason as the gates.
                 value_s = token_s.at[2, pl.ds(0, part.width)]
-                store(value_s, load(qkv_g.at[t, pl.ds(value_at + v0 + at, part.width)], part.value_layout))
-                gates = stage_token(qkv_g, decay_g, beta_g, t, h, keys_s, queries_s, gates_s)
+                values = qkv_g.at[t, pl.ds(call.token_columns(h)[2] + v0, part.width)]
+                store(value_s, load(values, part.value_layout))
+                (gates,) = stage_token(qkv_g, decay_g, beta_g, t, [h], keys_s, queries_s, gates_s)
                 value = load(value_s, part.value_layout)
                 keys = part.load_keys([keys_s.at[c] for c in call.chunks])
                 queries = part.load_keys([queries_s.at[c] for c in call.chunks])
                 state, out, factor = part.step(state, keys, queries, value, gates)
-                store(out_g.at[t, pl.ds(h * call.value_dim + v0 + at, part.width)], out)
+                store(out_g.at[t, pl.ds(h * call.value_dim + v0, part.width)], out)
                 if call.records:
                     store(scratch[0], factor)
                 plgpu.commit_smem()
@@ -113,7 +122,7 @@ def body(call: Call):
 
         def plain():
             state_g = [pool_g.at[slot, h, c, pl.ds(v0, tile)] for c in call.chunks]
-            state = by_token(whole, whole.load(state_g, has_state), 0)
+            state = by_token(whole, whole.load(state_g, has_state), h, v0)
 
             @pl.when(end - start > ring_g.shape[2] if call.records else True)
             def _():
@@ -122,108 +131,109 @@ def body(call: Call):
         def whole_rows():
             """One token: a float32 tile in registers, one of 16 bits, which has more elements, in shared memory."""
             part = Rows(tile, call.pool_dtype.itemsize, call.interpret)
-            columns = pl.ds(v0, tile)
-            block = pool_g.at[slot, h, :, columns]
+            tiles = [call.where(first + n)[1:] for n in range(run)]
             states_bytes = call.batch * call.num_value_heads * call.key_dim * call.value_dim * call.pool_dtype.itemsize
-            partial_s, *scratch_of_16_bit = scratch
+            partial_s, *tile_s = scratch
 
             def begin():
-                value = load(qkv_g.at[start, pl.ds(value_at + v0, tile)], part.value_layout)
-                return value, stage_token(qkv_g, decay_g, beta_g, start, h, keys_s, queries_s, gates_s)
+                values = [qkv_g.at[start, pl.ds(call.token_columns(h)[2] + v0, tile)] for h, v0 in tiles]
+                values = [load(value, part.value_layout) for value in values]
+                heads = [h for h, _ in tiles]
+                return values, stage_token(qkv_g, decay_g, beta_g, start, heads, keys_s, queries_s, gates_s)
 
-            def finish(sums, value, gates):
+            def finish(sums, value, gates, h, v0):
                 """Writes the output, and returns the delta factor repeated over the rows of a chunk."""
                 out, factor = token_output(part.finish(sums, partial_s), value, gates)
-                # The query has been read by all.
-                factor_s = token_s.at[1, pl.ds(0, tile)]
+                factor_s = token_s.at[2, pl.ds(0, tile)]
                 store(factor_s, factor)
-                store(out_g.at[start, out_columns], out)
+                store(out_g.at[start, pl.ds(h * call.value_dim + v0, tile)], out)
                 plgpu.commit_smem()
                 return along_keys(load(factor_s, part.factor_layout), KEY_ROWS, part.layout)
 
             def in_registers():
-                """All loads are issued at once, with the policy that bulk copies cannot be given."""
-                state = load_chunks(block, part.layout, has_state, call.interpret)
-                value, gates = begin()
-                keys, queries = (part.load_keys([ref.at[c] for c in call.chunks]) for ref in (keys_s, queries_s))
-                spread = finish(add_products((part.zeros(), part.zeros()), state, keys, queries), value, gates)
-                keys = part.load_keys([keys_s.at[c] for c in call.chunks])
-                state = part.update(state, keys, spread, gates[0])
-                store_chunks(block, part.layout, state, states_bytes, call.interpret)
+                """All loads of a tile are issued at once, with the policy that bulk copies cannot be given."""
+                values, gates = [], []
+                for n, (h, v0) in enumerate(tiles):
+                    block = pool_g.at[slot, h, :, pl.ds(v0, tile)]
+                    state = load_chunks(block, part.layout, has_state, call.interpret)
+                    if n == 0:
+                        values, gates = begin()
+                    keys, queries = (part.load_keys([ref.at[c] for c in call.chunks]) for ref in (keys_s, queries_s))
+                    sums = add_products((part.zeros(), part.zeros()), state, keys, queries)
+                    spread = finish(sums, values[n], gates[n], h, v0)
+                    keys = part.load_keys([keys_s.at[c] for c in call.chunks])
+                    state = part.update(state, keys, spread, gates[n][0])
+                    store_chunks(block, part.layout, state, states_bytes, call.interpret)
 
             def in_shared_memory():
-                """Two passes over the tile, so that few registers hold many programs.
+                """Two passes over a tile, so that few registers hold many programs.
 
                 It comes in pieces, the first of which are read before the last are there, and goes home from registers.
+                Of several tiles, which are in the cache, the next one is asked for when that has been read.
                 """
-                state_s, arrived = scratch_of_16_bit
-                size = call.key_dim // num_pieces
-                pieces = [pl.ds(i * size, size) for i in range(num_pieces)]
-                unroll = math.gcd(size // KEY_ROWS, _UNROLL)
-                rounds = size // KEY_ROWS // unroll
-                fetch_to_keep(block, states_bytes, call.interpret)
-                for i, piece in enumerate(pieces):
-                    plgpu.copy_gmem_to_smem(pool_g.at[slot, h, piece, columns], state_s.at[piece], arrived.at[i])
-                value, gates = begin()
+                state_s, arrived = tile_s
+                size = call.key_dim // _num_pieces(call)
+                pieces = [pl.ds(at, size) for at in range(0, call.key_dim, size)]
 
-                def some(i, r):
-                    first = (i * rounds + r) * unroll
-                    return [pl.ds((first + u) * KEY_ROWS, KEY_ROWS) for u in range(unroll)]
+                def home(n, piece):
+                    h, v0 = tiles[n]
+                    return pool_g.at[slot, h, piece, pl.ds(v0, tile)]
 
-                sums = part.zeros(), part.zeros()
-                for i in range(num_pieces):
-                    plgpu.barrier_wait(arrived.at[i])
+                def fetch(n, i):
+                    plgpu.copy_gmem_to_smem(home(n, pieces[i]), state_s.at[pieces[i]], arrived.at[i])
 
-                    @pl.when(jnp.logical_not(has_state))
-                    def _(i=i):
-                        # Every lane clears what it reads itself.
-                        for r in range(rounds):
-                            for c in some(i, r):
-                                store(state_s.at[c], part.zeros())
+                def chunks(ref, piece):
+                    return [ref.at[pl.ds(c, KEY_ROWS)] for c in range(piece.start, piece.start + size, KEY_ROWS)]
 
-                    def read(r, sums, i=i):
-                        at = some(i, r)
-                        return add_products(
-                            sums,
-                            part.load([state_s.at[c] for c in at]),
-                            part.load_keys([keys_s.at[c] for c in at]),
-                            part.load_keys([queries_s.at[c] for c in at]),
-                        )
+                fetch_to_keep(home(0, pl.ds(0, call.key_dim)), states_bytes, call.interpret)
+                for i in range(len(pieces)):
+                    fetch(0, i)
+                values, gates = begin()
+                for n, (h, v0) in enumerate(tiles):
+                    sums = part.zeros(), part.zeros()
+                    for i, piece in enumerate(pieces):
+                        plgpu.barrier_wait(arrived.at[i])
 
-                    sums = lax.fori_loop(0, rounds, read, sums)
-                spread = finish(sums, value, gates)
+                        @pl.when(jnp.logical_not(has_state))
+                        def _(piece=piece):
+                            # Every lane clears what it reads itself.
+                            for ref in chunks(state_s, piece):
+                                store(ref, part.zeros())
+                            # The bulk copy that overwrites it comes after.
+                            plgpu.commit_smem()
 
-                def write(r, _):
-                    at = some(0, r)
-                    keys = part.load_keys([keys_s.at[c] for c in at])
-                    state = part.update(part.load([state_s.at[c] for c in at]), keys, spread, gates[0])
-                    home = pool_g.at[slot, h, pl.ds(at[0].start, unroll * KEY_ROWS), columns]
-                    store_chunks(home, part.layout, state, states_bytes, call.interpret)
-                    return 0
+                        keys, queries = (part.load_keys(chunks(ref, piece)) for ref in (keys_s, queries_s))
+                        sums = add_products(sums, part.load(chunks(state_s, piece)), keys, queries)
+                    spread = finish(sums, values[n], gates[n], h, v0)
+                    for i, piece in enumerate(pieces):
+                        keys = part.load_keys(chunks(keys_s, piece))
+                        state = part.update(part.load(chunks(state_s, piece)), keys, spread, gates[n][0])
+                        store_chunks(home(n, piece), part.layout, state, states_bytes, call.interpret)
+                        if n + 1 < run:
+                            plgpu.commit_smem()
+                            fetch(n + 1, i)
 
-                lax.fori_loop(0, num_pieces * rounds, write, 0)
-
-            pl.when(end - start == 1)(in_registers if call.pool_dtype == jnp.float32 else in_shared_memory)
+            pl.when(end - start == 1)(in_shared_memory if tile_s else in_registers)
 
             @pl.when(end - start > 1)
             def _():
                 narrow = Tile(16, call.interpret)
 
                 def slab(j, _):
-                    refs = [pool_g.at[slot, h, c, pl.ds(v0 + j * 16, 16)] for c in call.chunks]
-                    narrow.store(refs, by_token(narrow, narrow.load(refs, has_state), j * 16))
+                    _, h, v0 = call.where(first + lax.div(j, tile // 16))
+                    v0 += lax.rem(j, tile // 16) * 16
+                    refs = [pool_g.at[slot, h, c, pl.ds(v0, 16)] for c in call.chunks]
+                    narrow.store(refs, by_token(narrow, narrow.load(refs, has_state), h, v0))
                     return 0
 
-                lax.fori_loop(0, tile // 16, slab, 0)
+                lax.fori_loop(0, run * tile // 16, slab, 0)
 
         # First: what it looks at is then one trip to memory with the other indices.
-        zero_uncovered(
-            offset_g, (offset_g[0], offset_g[call.batch]), out_g, out_columns, whole.value_layout, b, call.batch
-        )
+        zero_uncovered(offset_g, (offset_g[0], offset_g[call.batch]), out_g, out_columns, out_layout, b, call.batch)
         pl.when(live & (end > start))(whole_rows if call.plan.rows else plain)
 
         @pl.when(jnp.logical_not(live))
         def _():
-            zero_tokens(out_g, start, end, out_columns, whole.value_layout)
+            zero_tokens(out_g, start, end, out_columns, out_layout)
 
     return direct

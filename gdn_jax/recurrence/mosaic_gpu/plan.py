@@ -9,7 +9,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from gdn_jax._mosaic import KEY_ROWS, value_tile
+from gdn_jax._mosaic import KEY_ROWS, L2_BYTES, value_tile
 
 _TILE_ELEMENTS = 64 * 128
 """State elements that one program holds in registers, 64 a thread."""
@@ -30,7 +30,10 @@ _SHORT_WARPGROUPS, _WIDE_WARPGROUPS = 4, 2
 _ROWS_PROGRAMS = 256
 """Programs from which on states are read in whole rows."""
 _ROWS_BYTES = 32 * 1024
-"""Size of such a tile, in registers or in shared memory: four or five fit on a multiprocessor."""
+"""Size of such a tile, in registers or in shared memory: four fit on a multiprocessor."""
+_ROWS_AT_ONCE = 4 * _MULTIPROCESSORS
+"""Tiles of 16 bits that are on the device together. Of more, a program takes two in turn if the states may still be in
+the cache; where they come from memory, that costs 2 to 4 percent."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +46,7 @@ class Plan:
         rows: with `window` 0, whether a tile is read in whole rows.
         warpgroups: with a window, warpgroups of a thread block, each a program of its own; together they may use all
             registers of a multiprocessor, so their number bounds what the compiler gives to one.
-        run: with the short window, tiles of one key head that a program takes one after the other.
+        run: with the short window or whole rows, tiles of one key head that a program takes one after the other.
     """
 
     tile: int
@@ -59,6 +62,7 @@ def plan_rows(num_tokens, batch, num_key_heads, num_value_heads, key_dim, value_
     def programs(tile):
         return batch * num_value_heads * (value_dim // tile)
 
+    group = num_value_heads // num_key_heads
     tile = value_tile(value_dim, _TILE_ELEMENTS // key_dim)
     while tile > 16 and programs(tile) < _PROGRAMS:
         tile //= 2
@@ -66,8 +70,10 @@ def plan_rows(num_tokens, batch, num_key_heads, num_value_heads, key_dim, value_
         if records or programs(tile) < _ROWS_PROGRAMS:
             return Plan(tile)
         wide = value_tile(value_dim, _ROWS_BYTES // (key_dim * dtypes[1].itemsize))
-        return Plan(wide if programs(wide) >= _ROWS_PROGRAMS else tile, rows=True)
-    group = num_value_heads // num_key_heads
+        tile = wide if programs(wide) >= _ROWS_PROGRAMS else tile
+        states_bytes = programs(tile) * tile * key_dim * dtypes[1].itemsize
+        in_turn = dtypes[1] != jnp.float32 and programs(tile) > _ROWS_AT_ONCE and states_bytes <= L2_BYTES
+        return Plan(tile, rows=True, run=math.gcd(group * (value_dim // tile), 2) if in_turn else 1)
     # A row of several short windows loads keys and gates once a tile, which costs less if its state is not written.
     if num_tokens <= 16 * batch if records else num_tokens < max(16, 8 * batch):
         most = _SHORT_WARPGROUPS
