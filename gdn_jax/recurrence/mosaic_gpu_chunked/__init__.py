@@ -113,10 +113,12 @@ def recurrence(
             nk=nk, workers=workers, normalise=dtype != f32,
         )[:total]  # fmt: skip
     else:
+        tiles = _tiles(slot_idx.shape[0] * count, nv, key_dim, value_dim)
+        makes_r = tiles == 2 and count == 1  # the second kernel, from X
         w, r, vec = run_prepare(
             qkv, decay, beta, slot_idx, offsets, table,
             nk=nk, nv=nv, key_dim=key_dim, max_slots=recurrent_state.shape[0], normalise=dtype != f32,
-            interpret=interpret,
+            makes_r=not makes_r, interpret=interpret,
         )  # fmt: skip
         split = None
         if count > 1:
@@ -133,7 +135,7 @@ def recurrence(
         pool = jax.new_ref(recurrent_state)
         out = run_pass(
             qkv, w, r, vec, slot_idx, offsets, table, scales, pool,
-            nk=nk, tiles=_tiles(slot_idx.shape[0] * count, nv, key_dim, value_dim), interpret=interpret, split=split,
+            nk=nk, tiles=tiles, makes_r=makes_r, interpret=interpret, split=split,
         )[:total]  # fmt: skip
     if token_scale is not None:
         out = out.reshape(total, nv, value_dim).astype(f32) * (1.0 / token_scale)[..., None]
