@@ -1,4 +1,4 @@
-"""The first kernel: W, R and the vectors of all chunks at once."""
+"""The first kernel: W, R (or X) and the vectors of all chunks at once."""
 
 from functools import partial
 
@@ -63,7 +63,8 @@ def _gate_vectors(interpret, decays, betas, norms, vectors, factors, scale):
         decays, betas: of either head, [C] in shared memory.
         norms: reciprocal norms of keys and queries, [2, C].
         vectors: to be filled for either head, [2, NUM_VECTORS * C] or [2, ALL_VECTORS * C].
-        factors: likewise, [2, 2, C]: beta times `scale`, and beta times the decay from a token to the chunk's end.
+        factors: likewise, [2, 2, C]: beta times `scale`, and, unless it is one of the vectors, beta times the decay
+            from a token to the chunk's end.
         scale: of the queries.
     """
     if interpret is not None:
@@ -147,11 +148,11 @@ def pad_gates(x, nk):
     return jnp.pad(x, ((0, 0), (0, columns - nv))) if columns > nv else x
 
 
-def preparation(qkv, decay, batch, *, nk, nv, key_dim, max_slots, normalise, makes_r, interpret):
+def preparation(qkv, decay, batch, *, nk, nv, key_dim, max_slots, normalise, late_r, interpret):
     """(what a warpgroup does for its places, buffers, barriers, buffers that overlap, types of results).
 
     A place is a chunk and a part of the value heads, `heads_at_once` of one key head. `decay` and beta are those that
-    `pad_gates` returns. Unless it `makes_r`, X is handed over in its place, and two vectors more.
+    `pad_gates` returns. With `late_r` the second kernel makes R, from X and two vectors more.
     """
     total, columns = decay.shape
     items = total // C + batch
@@ -162,7 +163,7 @@ def preparation(qkv, decay, batch, *, nk, nv, key_dim, max_slots, normalise, mak
     halves = key_dim // LINE
     dtype = qkv.dtype
     scale = key_dim**-0.5
-    num_vectors = NUM_VECTORS if makes_r else ALL_VECTORS
+    num_vectors = ALL_VECTORS if late_r else NUM_VECTORS
 
     def work(operands, buffers, unit, count, place_of, written=None):
         """The places `place_of(0)` to `place_of(count - 1)`, each as (item, part, row, its start and length, chunk).
@@ -253,7 +254,7 @@ def preparation(qkv, decay, batch, *, nk, nv, key_dim, max_slots, normalise, mak
                 rk, rq = [lax.rsqrt(sum_of_squares(interpret, *x) + EPS) for x in (key, query)]
                 store(norms.at[0], rk)
                 store(norms.at[1], rq)
-                key = [(x.astype(f32) * along_rows(rk, LINE)).astype(f16) for x in key] if makes_r else []
+                key = [(x.astype(f32) * along_rows(rk, LINE)).astype(f16) for x in key if not late_r]
                 return kk_acc.read(), qk_acc.read(), rk, rq, *key
 
             kk, qk, *normalised = accumulate(interpret, [(C, C), (C, C)], products)
@@ -297,9 +298,9 @@ def preparation(qkv, decay, batch, *, nk, nv, key_dim, max_slots, normalise, mak
                 head, slot = part * heads + n, n & 1
                 x, log_gamma = x_s.at[slot], vectors.at[slot, pl.ds(LOG_GAMMA * C, C)]
                 r_s = tiles_s.at[stage, 1]  # the raw queries are not needed any more
-                w_to = w_s.at[0 if makes_r else slot]
-                if not makes_r:
-                    plgpu.copy_smem_to_gmem(x, r_g.at[item, head])
+                w_to = w_s.at[slot if late_r else 0]
+                if late_r:
+                    plgpu.copy_smem_to_gmem(x, r_g.at[item, head])  # until both heads are done, X stays where it is
 
                 def results(w_acc, *r_acc):
                     w_acc.mma(scores, x)
@@ -307,7 +308,7 @@ def preparation(qkv, decay, batch, *, nk, nv, key_dim, max_slots, normalise, mak
                         acc.mma(x.transpose((1, 0)), key_s.at[i])
                     ratio = along_rows(load_vector(log_gamma, ROW), C) - along_cols(load_vector(log_gamma, COL), C)
                     ratio = jnp.exp2(ratio) * along_cols(load_vector(factors.at[slot, 0], COL), C)
-                    if makes_r:
+                    if not late_r:
                         r_scale = along_rows(load_vector(factors.at[slot, 1], ROW), LINE)
                         # The results of the head before have left their buffers.
                         pl.when(n > 0)(lambda: plgpu.wait_smem_to_gmem(0, wait_read_only=True))
@@ -318,11 +319,11 @@ def preparation(qkv, decay, batch, *, nk, nv, key_dim, max_slots, normalise, mak
                     for i, acc in enumerate(r_acc):
                         r_s.at[i][...] = (acc.read(halves - 1 - i) * r_scale).astype(dtype)
 
-                accumulate(interpret, [(C, C)] + [(C, LINE)] * (halves if makes_r else 0), results)
+                accumulate(interpret, [(C, C)] + [(C, LINE)] * (0 if late_r else halves), results)
                 plgpu.commit_smem()
                 plgpu.copy_smem_to_gmem(w_to.at[0], w_g.at[item, head, pl.ds(0, C)])
                 plgpu.copy_smem_to_gmem(w_to.at[1, pl.ds(HALF, HALF)], w_g.at[item, head, pl.ds(C, HALF)])
-                if makes_r:
+                if not late_r:
                     plgpu.copy_smem_to_gmem(r_s, r_g.at[item, head])
                 plgpu.copy_smem_to_gmem(vectors.at[slot], vec_g.at[item, head])
 
@@ -342,7 +343,7 @@ def preparation(qkv, decay, batch, *, nk, nv, key_dim, max_slots, normalise, mak
     buffers = [
         copy_target(interpret, tokens, dtype, swizzled_buffer(tokens, f16)),  # keys are normalised in place
         plgpu.SMEM((units, 2, 2, C, width), f32),
-        swizzled_buffer((units, 1 if makes_r else 2, 2, C, HALF), dtype),
+        swizzled_buffer((units, 2 if late_r else 1, 2, C, HALF), dtype),
         plgpu.SMEM((units, 2, num_vectors * C), f32),
         plgpu.SMEM((units, 2, 2, C), f32),
         plgpu.SMEM((units, 2, C), f32),
@@ -350,28 +351,29 @@ def preparation(qkv, decay, batch, *, nk, nv, key_dim, max_slots, normalise, mak
     if interpret is not None:  # where aliases are buffers of their own
         buffers.insert(1, swizzled_buffer(tokens, f16))
     barriers = [plgpu.Barrier(num_arrivals=2 * halves + 2, num_barriers=2 * units)]
-    x_type = jax.ShapeDtypeStruct((items, nv, C, C), f16)
+    r_type = jax.ShapeDtypeStruct((items, nv, halves, C, LINE), dtype)
     results = [
         jax.ShapeDtypeStruct((items, nv, C + HALF, HALF), dtype),
-        jax.ShapeDtypeStruct((items, nv, halves, C, LINE), dtype) if makes_r else x_type,
+        jax.ShapeDtypeStruct((items, nv, C, C), f16) if late_r else r_type,
         jax.ShapeDtypeStruct((items, nv, num_vectors * C), f32),
     ]
     return work, buffers, barriers, overlay, results
 
 
 def run_prepare(
-    qkv, decay, beta, slot_idx, offsets, table, *, nk, nv, key_dim, max_slots, normalise, makes_r, interpret
+    qkv, decay, beta, slot_idx, offsets, table, *, nk, nv, key_dim, max_slots, normalise, late_r, interpret
 ):  # fmt: skip
     """W [items, nv, C + HALF, HALF], R [items, nv, key_dim / LINE, C, LINE] and vectors [items, nv, NUM_VECTORS * C].
 
-    W comes as its two tiles of HALF columns, of which the second begins at row HALF: it is zero above. W and R have the
-    dtype of the tokens, the vectors are float32. The warpgroups of a CTA on every multiprocessor take places in turns.
+    With `late_r`, X, float16 [items, nv, C, C], takes the place of R, and there are ALL_VECTORS vectors. W comes as its
+    two tiles of HALF columns, of which the second begins at row HALF: it is zero above. W and R have the dtype of the
+    tokens, the vectors are float32. The warpgroups of a CTA on every multiprocessor take places in turns.
     """
     total = decay.shape[0]
     batch = slot_idx.shape[0]
     work, buffers, barriers, overlay, results = preparation(
         qkv, decay, batch,
-        nk=nk, nv=nv, key_dim=key_dim, max_slots=max_slots, normalise=normalise, makes_r=makes_r, interpret=interpret,
+        nk=nk, nv=nv, key_dim=key_dim, max_slots=max_slots, normalise=normalise, late_r=late_r, interpret=interpret,
     )  # fmt: skip
     parts = nv // heads_at_once(nv // nk)
     items = total // C + batch
