@@ -381,7 +381,8 @@ def passing(qkv, pool, batch, rows, *, nk, tiles, late_r, split, scaled_states, 
         def make_all():
             if interpret is None:
                 plgpu.set_max_registers(making_registers, action="decrease")
-            one_by_one(make)
+            turns = one_by_one(make) - (1 if count is None else count)
+            lax.fori_loop(jnp.maximum(turns - 2, 0), turns, lambda n, _: plgpu.barrier_wait(r_free.at[n & 1]), None)
 
         def make(place, looked, t):
             """R of the chunks of a row, as the first kernel would have made it, one or two chunks ahead."""
