@@ -103,11 +103,14 @@ def test_cases(name):
     check(args, *interpreted(*args, interpret=RACES))
 
 
-def test_full_chip(monkeypatch):
-    """What many rows run: two value tiles in the second kernel, whose CTAs carry one state after the other."""
+@pytest.mark.parametrize(
+    ("key_dim", "options"), [(64, {}), (128, {"tokens": "float16"}), (128, {"tokens": "float32", "pool": "bfloat16"})]
+)
+def test_full_chip(monkeypatch, key_dim, options):
+    """What many rows run: the second kernel has two value tiles, makes R and carries one state after the other."""
     for module in (chunked, carry, prepare):
         monkeypatch.setattr(module, "SMS", 1)
-    args = make([70, 0, 200, 5, 64], (1, 2, 64, 128), [1, 3, 0, 9, 2], extra=3, first=2, fresh=(2,))
+    args = make([70, 0, 200, 5, 64], (1, 2, key_dim, 128), [1, 3, 0, 9, 2], extra=3, first=2, fresh=(2,), **options)
     check(args, *interpreted(*args, interpret=RACES))
 
 
@@ -245,6 +248,15 @@ SIZES = {
         "pool": "bfloat16",
         "fresh": (1, 5),
     },
+    "three, rows": {"lengths": [300, 129, 64], "heads": (16, 48, 128, 128), "slots": [1, 0, 7], "extra": 3, "first": 5},
+    "five, rows": {
+        "lengths": [65, 3] * 10,
+        "heads": (2, 10, 64, 128),
+        "slots": [*range(20)],
+        "tokens": "float16",
+        "fresh": (1,),
+    },
+    "eight, rows": {"lengths": [65, 130] * 5, "heads": (1, 8, 128, 256), "slots": [*range(10)]},
     "float32": {"lengths": [900, 200], "heads": FULL, "slots": [1, 0], "tokens": "float32"},
     "wide": {"lengths": [300, 1, 64], "heads": (4, 8, 256, 256), "slots": [1, 7, 0], "tokens": "float16"},
 }
@@ -276,6 +288,7 @@ def test_chunk_boundaries():
 
 @pytest.mark.gpu
 def test_a_row_alone_and_in_a_batch():
+    """Alone, R comes from the first kernel, and the row has one value tile a CTA."""
     args = make([512] * 8, FULL, [3, 1, 0, 2, 7, 6, 5, 4])
     out, pool = compiled(*args)
     for b in range(8):

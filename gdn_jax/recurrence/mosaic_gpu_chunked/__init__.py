@@ -19,8 +19,9 @@ log decays, all of them at most 1.
 
 Two kernels. `prepare.py` works on all chunks at once and writes W, R and three vectors a chunk and value head.
 `carry.py` walks each (row, value head, columns) serially: warpgroups with 64 value columns each carry S^T as float32
-accumulators, and one more streams the inputs. Where that leaves many multiprocessors idle, `both.py` does the two side
-by side, and with few heads and long rows, rows are cut into segments first (`split.py`).
+accumulators, and one more streams the inputs. With two of the former, X is written in place of R, which takes more than
+twice as many bytes, and one more warpgroup makes R of it. Where the serial pass leaves many multiprocessors idle,
+`both.py` does the two side by side, and with few heads and long rows, rows are cut into segments first (`split.py`).
 docs/kernels_chunked.md has the whole story.
 """
 
@@ -113,10 +114,12 @@ def recurrence(
             nk=nk, workers=workers, normalise=dtype != f32,
         )[:total]  # fmt: skip
     else:
+        tiles = _tiles(slot_idx.shape[0] * count, nv, key_dim, value_dim)
+        late_r = tiles == 2 and count == 1  # `segment_maps` needs R, too
         w, r, vec = run_prepare(
             qkv, decay, beta, slot_idx, offsets, table,
             nk=nk, nv=nv, key_dim=key_dim, max_slots=recurrent_state.shape[0], normalise=dtype != f32,
-            interpret=interpret,
+            late_r=late_r, interpret=interpret,
         )  # fmt: skip
         split = None
         if count > 1:
@@ -133,7 +136,7 @@ def recurrence(
         pool = jax.new_ref(recurrent_state)
         out = run_pass(
             qkv, w, r, vec, slot_idx, offsets, table, scales, pool,
-            nk=nk, tiles=_tiles(slot_idx.shape[0] * count, nv, key_dim, value_dim), interpret=interpret, split=split,
+            nk=nk, tiles=tiles, late_r=late_r, interpret=interpret, split=split,
         )[:total]  # fmt: skip
     if token_scale is not None:
         out = out.reshape(total, nv, value_dim).astype(f32) * (1.0 / token_scale)[..., None]

@@ -30,11 +30,11 @@ def run_both(
     units = units_of(key_dim)  # as many warpgroups as carrying a state takes
     prepare, buffers, barriers, overlay, results = preparation(
         qkv, decay, batch,
-        nk=nk, nv=nv, key_dim=key_dim, max_slots=max_slots, normalise=normalise, interpret=None,
+        nk=nk, nv=nv, key_dim=key_dim, max_slots=max_slots, normalise=normalise, late_r=False, interpret=None,
     )  # fmt: skip
     carry, pass_buffers, pass_barriers = passing(
         qkv, pool, batch, batch,
-        nk=nk, tiles=1, split=False, scaled_states=scales is not None, interpret=None,
+        nk=nk, tiles=1, late_r=False, split=False, scaled_states=scales is not None, interpret=None,
     )  # fmt: skip
 
     def body(

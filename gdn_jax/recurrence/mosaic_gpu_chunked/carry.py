@@ -8,19 +8,22 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from gdn_jax._mosaic import after_previous, is_row_of, store
+from gdn_jax._mosaic import after_previous, is_row_of, store, warpgroup_barrier
 from gdn_jax.recurrence.mosaic_gpu_chunked.tiles import (
     COL,
     FIRST,
     HALF,
     IS_LAST,
     ITEM,
+    K_NORM,
     K_SCALE,
     LENGTH,
     LINE,
     LOG_GAMMA,
     NUM_VECTORS,
     Q_SCALE,
+    R_SCALE,
+    ROW,
     ROWS,
     SMS,
     WGMMA,
@@ -28,7 +31,9 @@ from gdn_jax.recurrence.mosaic_gpu_chunked.tiles import (
     accumulate,
     aliases_of,
     along_cols,
+    along_rows,
     copy_target,
+    f16,
     f32,
     first_item,
     i32,
@@ -43,8 +48,11 @@ from gdn_jax.recurrence.mosaic_gpu_chunked.tiles import (
 )
 
 
-def passing(qkv, pool, batch, rows, *, nk, tiles, split, scaled_states, interpret):
-    """(what a CTA does, buffers, barriers): one (row, value head, columns), or several one after the other."""
+def passing(qkv, pool, batch, rows, *, nk, tiles, late_r, split, scaled_states, interpret):
+    """(what a CTA does, buffers, barriers): one (row, value head, columns), or several one after the other.
+
+    With `late_r` the first kernel has handed over X in place of R, and a warpgroup of its own makes R.
+    """
     total = qkv.shape[0]
     max_slots, nv, key_dim, value_dim = pool.shape
     group = nv // nk
@@ -53,14 +61,18 @@ def passing(qkv, pool, batch, rows, *, nk, tiles, split, scaled_states, interpre
     dtype = qkv.dtype
     width = tiles * C
     # Registers a thread, of 65536 a CTA: accumulators where the products are, few where only copies are issued.
-    math_registers = 232 if tiles == 2 else 240
+    math_registers = 208 if late_r else 232 if tiles == 2 else 240
+    making_registers, copying_registers = (72, 24) if late_r else (0, 40)
     blocks = tiles * key_dim // ROWS  # of [ROWS, C], that a state is copied in
 
     def work(operands, buffers, wg, count, pair_of, await_item=None):
         """The states `pair_of(0)` to `pair_of(count - 1)`, each as (row, value head, columns), one after the other."""
         qkv_g, w_g, r_g, vec_g, slot_g, off_g, table_g, scale_g, segments_g, initial_g, pool_g, o_g = operands
-        (q_rows, q_tiles), (k_rows, k_tiles), (v_rows, v_tiles, v_plain), r_s, state_s, w_s, vec_s, *barriers = buffers
-        in_bar, state_in, in_free, done = barriers
+        (q_rows, q_tiles), (k_rows, k_tiles), (v_rows, v_tiles, v_plain), r_s, state_s, w_s, vec_s, *others = buffers
+        if late_r:
+            x_s, keys_s, in_bar, state_in, in_free, r_made, r_free, done = others
+        else:
+            in_bar, state_in, in_free, done = others
 
         def look(n):
             """What has to be read about place n: first token, tokens, first item, slot, whether the row has a state."""
@@ -156,11 +168,11 @@ def passing(qkv, pool, batch, rows, *, nk, tiles, split, scaled_states, interpre
             one_by_one(partial(carry_state, m))
             plgpu.wait_smem_to_gmem(0)
 
-        def carry_state(m, n, looked, t):
-            b, head, column = pair_of(n)
+        def carry_state(m, place, looked, t):
+            b, head, column = pair_of(place)
             part_b, row_b = parts_of(b)
             start, length, _, slot, has_state = looked
-            live, n_chunks = chunks_of(n, looked)
+            live, n_chunks = chunks_of(place, looked)
             last = length - (n_chunks - 1) * C  # tokens of the last chunk
             first_column = column * width
             columns = pl.ds(first_column + m * C, C)
@@ -181,6 +193,9 @@ def passing(qkv, pool, batch, rows, *, nk, tiles, split, scaled_states, interpre
 
             def release(s):
                 plgpu.commit_smem()  # all four warps have read it
+                if blocks_in_w and m == tiles - 1:  # its own blocks lie last: there have to be zeros again
+                    w_s.at[s, 1][...] = zero_tile((C, HALF), dtype)
+                    plgpu.commit_smem()
                 plgpu.barrier_arrive(in_free.at[s])
 
             @pl.when(n_chunks > 0)
@@ -201,6 +216,7 @@ def passing(qkv, pool, batch, rows, *, nk, tiles, split, scaled_states, interpre
                 def step(n, carry):
                     state, low, before = carry
                     s = stage_of(t + 1 + n)
+                    at = (t - place + n) & 1 if late_r else s  # chunks take turns in what R is made in
                     left = length - n * C
                     plgpu.barrier_wait(in_bar.at[s])
 
@@ -215,16 +231,18 @@ def passing(qkv, pool, batch, rows, *, nk, tiles, split, scaled_states, interpre
                         def _():
                             write_output(before, n - 1, s)
 
-                        k_scale = along_cols(load_vector(vec_s.at[s, pl.ds(K_SCALE * C, C)], COL), C)
-                        decay = jnp.exp2(vec_s[s, (LOG_GAMMA + 1) * C - 1])
+                        k_scale = along_cols(load_vector(vec_s.at[s, pl.ds(K_SCALE * C - HALF, C)], COL), C)
+                        decay = jnp.exp2(vec_s[s, (LOG_GAMMA + 1) * C - 1 - HALF])
                         d = v - u.read(halves) * k_scale
                         # Keys and values past the row's end may be NaN.
                         masked = partial(jnp.where, iota((C, C), 1) < left, d, 0.0)
                         d = lax.cond(left < C, masked, lambda d=d: d).astype(dtype)
+                        if late_r:
+                            plgpu.barrier_wait(r_made.at[at])
                         for i in range(halves):
                             s_new[i].set(state[i] * decay)
-                            s_new[i].mma(d, r_s.at[s, i])
-                        q_scale = along_cols(load_vector(vec_s.at[s, pl.ds(Q_SCALE * C, C)], COL), C)
+                            s_new[i].mma(d, r_s.at[at, i])
+                        q_scale = along_cols(load_vector(vec_s.at[s, pl.ds(Q_SCALE * C - HALF, C)], COL), C)
                         o.set(q.read(halves) * q_scale)
                         for i in range(2):
                             o.mma(d[:, i * HALF : (i + 1) * HALF], tr(w_s.at[s, i]))
@@ -234,6 +252,8 @@ def passing(qkv, pool, batch, rows, *, nk, tiles, split, scaled_states, interpre
 
                     shapes = [(C, C)] * 3 + [(C, LINE)] * halves
                     carry = accumulate(interpret, shapes, chunk)
+                    if late_r:
+                        plgpu.barrier_arrive(r_free.at[at])
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                     if interpret is not None:
                         # Here products read like ordinary loads, and copies must not overtake those.
@@ -291,7 +311,7 @@ def passing(qkv, pool, batch, rows, *, nk, tiles, split, scaled_states, interpre
 
         def stream():
             if interpret is None:
-                plgpu.set_max_registers(40, action="decrease")
+                plgpu.set_max_registers(copying_registers, action="decrease")
             for s in range(stages):  # the part that is never copied
                 w_s.at[s, 1][...] = zero_tile((C, HALF), dtype)
             plgpu.commit_smem()
@@ -348,8 +368,9 @@ def passing(qkv, pool, batch, rows, *, nk, tiles, split, scaled_states, interpre
                     copy(2 * nk * key_dim + head * value_dim + first_column + m * C, v_rows.at[s, m])
                 for i in range(halves):
                     copy(key_head * key_dim + i * LINE, q_rows.at[s, i])
-                plgpu.copy_gmem_to_smem(vec_g.at[item + n, head], vec_s.at[s], in_bar.at[s])
-                plgpu.copy_gmem_to_smem(r_g.at[item + n, head], r_s.at[s], in_bar.at[s])
+                vectors = vec_g.at[item + n, head, pl.ds(HALF, NUM_VECTORS * C - HALF)]
+                plgpu.copy_gmem_to_smem(vectors, vec_s.at[s], in_bar.at[s])
+                plgpu.copy_gmem_to_smem(r_g.at[item + n, head], (x_s if late_r else r_s).at[s], in_bar.at[s])
                 w = w_g.at[item + n, head]
                 plgpu.copy_gmem_to_smem(w.at[pl.ds(0, C)], w_s.at[s, 0], in_bar.at[s])
                 plgpu.copy_gmem_to_smem(w.at[pl.ds(C, HALF)], w_s.at[s, 1, pl.ds(HALF, HALF)], in_bar.at[s])
@@ -357,9 +378,59 @@ def passing(qkv, pool, batch, rows, *, nk, tiles, split, scaled_states, interpre
             lax.fori_loop(0, n_chunks, bring, None)
             return t + 1 + n_chunks
 
+        def make_all():
+            if interpret is None:
+                plgpu.set_max_registers(making_registers, action="decrease")
+            turns = one_by_one(make) - (1 if count is None else count)
+            lax.fori_loop(jnp.maximum(turns - 2, 0), turns, lambda n, _: plgpu.barrier_wait(r_free.at[n & 1]), None)
+
+        def make(place, looked, t):
+            """R of the chunks of a row, as the first kernel would have made it, one or two chunks ahead."""
+            _, head, _ = pair_of(place)
+            _, length, item, _, _ = looked
+            n_chunks = chunks_of(place, looked)[1]
+
+            def vectors(n):
+                """Loaded a chunk ahead: nothing else would hide that they come from memory."""
+                at = jnp.minimum(item + n, vec_g.shape[0] - 1), head
+                return [load_vector(vec_g.at[*at, pl.ds(i * C, C)], ROW) for i in (K_NORM, R_SCALE)]
+
+            def one(n, ahead):
+                s, turn = stage_of(t + 1 + n), t - place + n
+                at = turn & 1
+                left = length - n * C
+                rk, scale = ahead
+                ahead = vectors(n + 1)
+                plgpu.barrier_wait(in_bar.at[s])
+                pl.when(turn >= 2)(lambda: plgpu.barrier_wait(r_free.at[at]))
+                for i in range(halves):
+                    key = plgpu.load(k_tiles.at[s, i], layout=WGMMA)
+                    # What lies past the row's end is no part of it, and may be NaN.
+                    masked = partial(jnp.where, iota((C, LINE), 0) < left, key, jnp.zeros_like(key))
+                    key = lax.cond(left < C, masked, lambda key=key: key)
+                    keys_s.at[at, i][...] = (key.astype(f32) * along_rows(rk, LINE)).astype(f16)
+                plgpu.commit_smem()
+                for i in range(halves):
+
+                    def product(acc, i=i):
+                        acc.mma(x_s.at[s].transpose((1, 0)), keys_s.at[at, i])
+                        return (acc.read() * along_rows(scale, LINE)).astype(dtype)
+
+                    r = accumulate(interpret, [(C, LINE)], product)
+                    warpgroup_barrier(interpret)  # all warps are through with the keys, which lie where R goes
+                    r_s.at[at, i][...] = r
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(r_made.at[at])
+                return ahead
+
+            lax.fori_loop(0, n_chunks, one, vectors(0))
+            return t + 1 + n_chunks
+
         for m in range(tiles):
             pl.when(wg == m)(partial(carry_states, m))
         pl.when(wg == tiles)(stream)
+        if late_r:
+            pl.when(wg == tiles + 1)(make_all)
         # no warpgroup may leave while another still waits on a barrier in this CTA's shared memory
         plgpu.barrier_arrive(done)
         plgpu.barrier_wait(done)
@@ -370,25 +441,32 @@ def passing(qkv, pool, batch, rows, *, nk, tiles, split, scaled_states, interpre
         target((stages, halves, C, LINE), dtype),
         target((stages, halves, C, LINE), dtype),
         target((stages, tiles, C, C), dtype, plgpu.SMEM((stages, tiles, C, C), dtype)),
-        target((stages, halves, C, LINE), dtype),
+        swizzled_buffer((stages, C, C), f16) if late_r else target((stages, halves, C, LINE), dtype),
         swizzled_buffer((stages, 2, C, HALF), dtype),
-        plgpu.SMEM((stages, NUM_VECTORS * C), f32),
+        plgpu.SMEM((stages, NUM_VECTORS * C - HALF), f32),
     ]
     state_dtype = f32 if split else pool.dtype
     # A stage of an alias is as long as a stage of tokens: [ROWS, C] of float32 take what [C, LINE] of the tokens do.
     fit = 4 // jnp.dtype(state_dtype).itemsize
-    aliases = [plgpu.SMEM((stages, n * fit, ROWS, C), state_dtype) for n in (halves, halves, tiles, halves)]
+    sizes = (halves, halves, tiles, 1, 1) if late_r else (halves, halves, tiles, halves)
+    blocks_in_w = late_r and blocks > sum(sizes[:4]) * fit
+    aliases = [plgpu.SMEM((stages, n * fit, ROWS, C), state_dtype) for n in sizes]
     if interpret is None:
-        buffers[:4] = [plgpu.RefUnion(*union.refs, [x]) for union, x in zip(buffers[:4], aliases, strict=True)]
+        for i, x in enumerate(aliases):
+            union = buffers[i]
+            buffers[i] = plgpu.RefUnion(*(union.refs if isinstance(union, plgpu.RefUnion) else [[union]]), [x])
     else:
         buffers.insert(4, plgpu.SMEM((stages, blocks, ROWS, C), state_dtype))
     barriers = [
         bar(num_arrivals=2 * halves + tiles + 4, num_barriers=stages),
         bar(num_arrivals=blocks, num_barriers=stages),
         bar(num_arrivals=tiles, num_barriers=stages),
-        bar(num_arrivals=tiles + 1),
     ]
-    return work, buffers, barriers
+    if late_r:
+        made = [swizzled_buffer((2, halves, C, LINE), x) for x in (f16, dtype)]
+        buffers[-1:-1] = made if interpret is not None else [plgpu.RefUnion(*[[x] for x in made])]
+        barriers += [bar(num_barriers=2), bar(num_arrivals=tiles, num_barriers=2)]
+    return work, buffers, [*barriers, bar(num_arrivals=tiles + 1 + late_r)]
 
 
 def _stay(total, batch):
@@ -399,11 +477,20 @@ def _stay(total, batch):
     return total <= 512 * batch
 
 
-def _pass_refs(interpret, scratch):
+def _pass_refs(interpret, late_r, scratch):
     """The buffers of `passing`, as its CTAs use them."""
     if interpret is not None:
+        if late_r:
+            q, k, v, x, state, w, keys, r, vec, *barriers = scratch
+            return (q, q), (k, k), (v, v, v), r, lambda s, n: state.at[s, n], w, vec, x, keys, *barriers
         q, k, v, r, state, *others = scratch
         return (q, q), (k, k), (v, v, v), r, lambda s, n: state.at[s, n], *others
+    if late_r:
+        q, k, v, x, w = [aliases_of(interpret, u) for u in scratch[:5]]
+        made, vec, *barriers = scratch[5:]
+        keys, r = aliases_of(interpret, made)
+        state = state_block(q[-1], k[-1], v[-1], x[-1], w[-1])
+        return q[:2], k[:2], v[:3], r, state, w[0], vec, x[0], keys, *barriers
     unions, others = scratch[:4], scratch[4:]
     q, k, v, r = [aliases_of(interpret, u) for u in unions]
     return q[:2], k[:2], v[:3], r[1], state_block(q[-1], k[-1], v[-1], r[-1]), *others
@@ -421,7 +508,7 @@ def state_block(*refs):
 
 
 def run_pass(
-    qkv, w, r, vec, slot_idx, offsets, table, scales, pool, *, nk, tiles, interpret, split=None
+    qkv, w, r, vec, slot_idx, offsets, table, scales, pool, *, nk, tiles, late_r, interpret, split=None
 ):  # fmt: skip
     """Outputs [T, nv * VD]; `pool` (a Ref) is updated. A CTA for each (row, value head, `tiles` * 64 value columns).
 
@@ -437,7 +524,8 @@ def run_pass(
     rows = batch if segments is None else segments.shape[1]
     work, buffers, barriers = passing(
         qkv, pool, batch, rows,
-        nk=nk, tiles=tiles, split=split is not None, scaled_states=scales is not None, interpret=interpret,
+        nk=nk, tiles=tiles, late_r=late_r, split=split is not None, scaled_states=scales is not None,
+        interpret=interpret,
     )  # fmt: skip
     columns = value_dim // (tiles * C)
     pairs = columns * nv * (rows + 1)
@@ -453,14 +541,14 @@ def run_pass(
             return lax.div(row, i32(nv)), lax.rem(row, i32(nv)), column
 
         count = None if ctas == pairs else lax.div(pairs - cta + (ctas - 1), i32(ctas))
-        work(operands, _pass_refs(interpret, scratch), wg, count, pair_of)
+        work(operands, _pass_refs(interpret, late_r, scratch), wg, count, pair_of)
 
     kernel = plgpu.kernel(
         after_previous(body, interpret),
         out_type=jax.ShapeDtypeStruct((total, nv * value_dim), qkv.dtype),
         grid=(ctas,),
         grid_names=("cta",),
-        num_threads=tiles + 1,
+        num_threads=tiles + 1 + late_r,
         thread_name="wg",
         scratch_types=[*buffers, *barriers],
         compiler_params=params(),

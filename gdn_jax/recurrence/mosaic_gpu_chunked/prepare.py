@@ -1,4 +1,4 @@
-"""The first kernel: W, R and the vectors of all chunks at once."""
+"""The first kernel: W, R (or X) and the vectors of all chunks at once."""
 
 from functools import partial
 
@@ -12,13 +12,16 @@ from jaxlib.mlir.dialects import arith
 
 from gdn_jax._mosaic import EPS, after_previous, is_row_of, store, warp_barrier, warpgroup_barrier
 from gdn_jax.recurrence.mosaic_gpu_chunked.tiles import (
+    ALL_VECTORS,
     COL,
     HALF,
+    K_NORM,
     K_SCALE,
     LINE,
     LOG_GAMMA,
     NUM_VECTORS,
     Q_SCALE,
+    R_SCALE,
     ROW,
     SMS,
     WGMMA,
@@ -59,17 +62,22 @@ def _gate_vectors(interpret, decays, betas, norms, vectors, factors, scale):
     Args:
         decays, betas: of either head, [C] in shared memory.
         norms: reciprocal norms of keys and queries, [2, C].
-        vectors: to be filled for either head, [2, NUM_VECTORS * C].
-        factors: likewise, [2, 2, C]: beta times `scale`, and beta times the decay from a token to the chunk's end.
+        vectors: to be filled for either head, [2, NUM_VECTORS * C] or [2, ALL_VECTORS * C].
+        factors: likewise, [2, 2, C]: beta times `scale`, and, unless it is one of the vectors, beta times the decay
+            from a token to the chunk's end.
         scale: of the queries.
     """
     if interpret is not None:
         for n in range(2):
             gamma = jnp.cumsum(jnp.maximum(jnp.log2(decays[n][...]), LOG2_MIN))
             beta = betas[n][...]
-            vectors[n] = jnp.concatenate([norms[0] * jnp.exp2(gamma), norms[1] * (scale * jnp.exp2(gamma)), gamma])
-            factors[n] = jnp.stack([beta * scale, beta * jnp.exp2(gamma[-1] - gamma)])
+            r_scale = beta * jnp.exp2(gamma[-1] - gamma)
+            parts = [gamma, norms[0] * jnp.exp2(gamma), norms[1] * (scale * jnp.exp2(gamma)), norms[0], r_scale]
+            vectors[n] = jnp.concatenate(parts[: vectors.shape[1] // C])
+            factors[n] = jnp.stack([beta * scale, r_scale])
         return
+
+    num_vectors = vectors.shape[1] // C
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * 7)
     def fill(_, *memory):
@@ -81,7 +89,7 @@ def _gate_vectors(interpret, decays, betas, norms, vectors, factors, scale):
         (stride,), _ = ir.MemRefType(memory[0].type).get_strides_and_offset()
         *gates, norms, vectors, factors = map(shared_address, memory)
         decays, betas = [arith.select(warp.compare("ne", head, 0), gates[i + 1], gates[i]) for i in (0, 2)]
-        vectors = arith.addi(vectors, arith.muli(head, number(4 * NUM_VECTORS * C)))
+        vectors = arith.addi(vectors, arith.muli(head, number(4 * num_vectors * C)))
         factors = arith.addi(factors, arith.muli(head, number(4 * 2 * C)))
 
         def gate(base, token):
@@ -104,7 +112,12 @@ def _gate_vectors(interpret, decays, betas, norms, vectors, factors, scale):
         beta = gate(betas, token)
         put(factors, 0, arith.mulf(beta, warp.real(scale)))
         to_end = warp.approximate("ex2", arith.subf(warp.from_lane(sums[1], 31), gamma))
-        put(factors, 1, arith.mulf(beta, to_end))
+        r_scale = arith.mulf(beta, to_end)
+        if num_vectors == NUM_VECTORS:
+            put(factors, 1, r_scale)
+        else:
+            put(vectors, K_NORM, rk)
+            put(vectors, R_SCALE, r_scale)
 
     fill(*decays, *betas, norms, vectors, factors)  # pyright: ignore[reportCallIssue]
 
@@ -135,11 +148,11 @@ def pad_gates(x, nk):
     return jnp.pad(x, ((0, 0), (0, columns - nv))) if columns > nv else x
 
 
-def preparation(qkv, decay, batch, *, nk, nv, key_dim, max_slots, normalise, interpret):
+def preparation(qkv, decay, batch, *, nk, nv, key_dim, max_slots, normalise, late_r, interpret):
     """(what a warpgroup does for its places, buffers, barriers, buffers that overlap, types of results).
 
     A place is a chunk and a part of the value heads, `heads_at_once` of one key head. `decay` and beta are those that
-    `pad_gates` returns.
+    `pad_gates` returns. With `late_r` the second kernel makes R, from X and two vectors more.
     """
     total, columns = decay.shape
     items = total // C + batch
@@ -150,6 +163,7 @@ def preparation(qkv, decay, batch, *, nk, nv, key_dim, max_slots, normalise, int
     halves = key_dim // LINE
     dtype = qkv.dtype
     scale = key_dim**-0.5
+    num_vectors = ALL_VECTORS if late_r else NUM_VECTORS
 
     def work(operands, buffers, unit, count, place_of, written=None):
         """The places `place_of(0)` to `place_of(count - 1)`, each as (item, part, row, its start and length, chunk).
@@ -240,7 +254,7 @@ def preparation(qkv, decay, batch, *, nk, nv, key_dim, max_slots, normalise, int
                 rk, rq = [lax.rsqrt(sum_of_squares(interpret, *x) + EPS) for x in (key, query)]
                 store(norms.at[0], rk)
                 store(norms.at[1], rq)
-                key = [(x.astype(f32) * along_rows(rk, LINE)).astype(f16) for x in key]
+                key = [(x.astype(f32) * along_rows(rk, LINE)).astype(f16) for x in key if not late_r]
                 return kk_acc.read(), qk_acc.read(), rk, rq, *key
 
             kk, qk, *normalised = accumulate(interpret, [(C, C), (C, C)], products)
@@ -261,8 +275,8 @@ def preparation(qkv, decay, batch, *, nk, nv, key_dim, max_slots, normalise, int
                 )
                 columns_rk = along_cols(load_vector(norms.at[0], COL), C)
                 kk, qk = kk * columns_rk, qk * columns_rk * along_rows(rq, C)
-                for i in range(halves):
-                    key_s.at[i][...] = key[i]
+                for i, x in enumerate(key):
+                    key_s.at[i][...] = x
             scores = lower_part(interpret, qk.astype(f16))
 
             def two_heads(pair, _):
@@ -284,28 +298,33 @@ def preparation(qkv, decay, batch, *, nk, nv, key_dim, max_slots, normalise, int
                 head, slot = part * heads + n, n & 1
                 x, log_gamma = x_s.at[slot], vectors.at[slot, pl.ds(LOG_GAMMA * C, C)]
                 r_s = tiles_s.at[stage, 1]  # the raw queries are not needed any more
+                w_to = w_s.at[slot if late_r else 0]
+                if late_r:
+                    plgpu.copy_smem_to_gmem(x, r_g.at[item, head])  # until both heads are done, X stays where it is
 
                 def results(w_acc, *r_acc):
                     w_acc.mma(scores, x)
-                    for i in range(halves):
-                        r_acc[i].mma(x.transpose((1, 0)), key_s.at[i])
+                    for i, acc in enumerate(r_acc):
+                        acc.mma(x.transpose((1, 0)), key_s.at[i])
                     ratio = along_rows(load_vector(log_gamma, ROW), C) - along_cols(load_vector(log_gamma, COL), C)
                     ratio = jnp.exp2(ratio) * along_cols(load_vector(factors.at[slot, 0], COL), C)
-                    r_scale = along_rows(load_vector(factors.at[slot, 1], ROW), LINE)
-                    # The results of the head before have left their buffers.
-                    pl.when(n > 0)(lambda: plgpu.wait_smem_to_gmem(0, wait_read_only=True))
+                    if not late_r:
+                        r_scale = along_rows(load_vector(factors.at[slot, 1], ROW), LINE)
+                        # The results of the head before have left their buffers.
+                        pl.when(n > 0)(lambda: plgpu.wait_smem_to_gmem(0, wait_read_only=True))
                     # Above the diagonal the ratio may overflow.
-                    w = lower_part(interpret, (w_acc.read(halves) * ratio).astype(dtype))
+                    w = lower_part(interpret, (w_acc.read(len(r_acc)) * ratio).astype(dtype))
                     for i in range(2):
-                        w_s.at[i][...] = w[:, i * HALF : (i + 1) * HALF]
-                    for i in range(halves):
-                        r_s.at[i][...] = (r_acc[i].read(halves - 1 - i) * r_scale).astype(dtype)
+                        w_to.at[i][...] = w[:, i * HALF : (i + 1) * HALF]
+                    for i, acc in enumerate(r_acc):
+                        r_s.at[i][...] = (acc.read(halves - 1 - i) * r_scale).astype(dtype)
 
-                accumulate(interpret, [(C, C)] + [(C, LINE)] * halves, results)
+                accumulate(interpret, [(C, C)] + [(C, LINE)] * (0 if late_r else halves), results)
                 plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(w_s.at[0], w_g.at[item, head, pl.ds(0, C)])
-                plgpu.copy_smem_to_gmem(w_s.at[1, pl.ds(HALF, HALF)], w_g.at[item, head, pl.ds(C, HALF)])
-                plgpu.copy_smem_to_gmem(r_s, r_g.at[item, head])
+                plgpu.copy_smem_to_gmem(w_to.at[0], w_g.at[item, head, pl.ds(0, C)])
+                plgpu.copy_smem_to_gmem(w_to.at[1, pl.ds(HALF, HALF)], w_g.at[item, head, pl.ds(C, HALF)])
+                if not late_r:
+                    plgpu.copy_smem_to_gmem(r_s, r_g.at[item, head])
                 plgpu.copy_smem_to_gmem(vectors.at[slot], vec_g.at[item, head])
 
             lax.fori_loop(0, pl.cdiv(heads, 2), two_heads, None)
@@ -324,33 +343,37 @@ def preparation(qkv, decay, batch, *, nk, nv, key_dim, max_slots, normalise, int
     buffers = [
         copy_target(interpret, tokens, dtype, swizzled_buffer(tokens, f16)),  # keys are normalised in place
         plgpu.SMEM((units, 2, 2, C, width), f32),
-        swizzled_buffer((units, 2, C, HALF), dtype),
-        plgpu.SMEM((units, 2, NUM_VECTORS * C), f32),
+        swizzled_buffer((units, 2 if late_r else 1, 2, C, HALF), dtype),
+        plgpu.SMEM((units, 2, num_vectors * C), f32),
         plgpu.SMEM((units, 2, 2, C), f32),
         plgpu.SMEM((units, 2, C), f32),
     ]
     if interpret is not None:  # where aliases are buffers of their own
         buffers.insert(1, swizzled_buffer(tokens, f16))
     barriers = [plgpu.Barrier(num_arrivals=2 * halves + 2, num_barriers=2 * units)]
+    r_type = jax.ShapeDtypeStruct((items, nv, halves, C, LINE), dtype)
     results = [
         jax.ShapeDtypeStruct((items, nv, C + HALF, HALF), dtype),
-        jax.ShapeDtypeStruct((items, nv, halves, C, LINE), dtype),
-        jax.ShapeDtypeStruct((items, nv, NUM_VECTORS * C), f32),
+        jax.ShapeDtypeStruct((items, nv, C, C), f16) if late_r else r_type,
+        jax.ShapeDtypeStruct((items, nv, num_vectors * C), f32),
     ]
     return work, buffers, barriers, overlay, results
 
 
-def run_prepare(qkv, decay, beta, slot_idx, offsets, table, *, nk, nv, key_dim, max_slots, normalise, interpret):
+def run_prepare(
+    qkv, decay, beta, slot_idx, offsets, table, *, nk, nv, key_dim, max_slots, normalise, late_r, interpret
+):  # fmt: skip
     """W [items, nv, C + HALF, HALF], R [items, nv, key_dim / LINE, C, LINE] and vectors [items, nv, NUM_VECTORS * C].
 
-    W comes as its two tiles of HALF columns, of which the second begins at row HALF: it is zero above. W and R have the
-    dtype of the tokens, the vectors are float32. The warpgroups of a CTA on every multiprocessor take places in turns.
+    With `late_r`, X, float16 [items, nv, C, C], takes the place of R, and there are ALL_VECTORS vectors. W comes as its
+    two tiles of HALF columns, of which the second begins at row HALF: it is zero above. W and R have the dtype of the
+    tokens, the vectors are float32. The warpgroups of a CTA on every multiprocessor take places in turns.
     """
     total = decay.shape[0]
     batch = slot_idx.shape[0]
     work, buffers, barriers, overlay, results = preparation(
         qkv, decay, batch,
-        nk=nk, nv=nv, key_dim=key_dim, max_slots=max_slots, normalise=normalise, interpret=interpret,
+        nk=nk, nv=nv, key_dim=key_dim, max_slots=max_slots, normalise=normalise, late_r=late_r, interpret=interpret,
     )  # fmt: skip
     parts = nv // heads_at_once(nv // nk)
     items = total // C + batch

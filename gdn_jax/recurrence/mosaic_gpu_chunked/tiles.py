@@ -24,8 +24,9 @@ WGMMA = plgpu.Layout.WGMMA
 ROW = plgpu.Layout.WGMMA.reduce(1)
 COL = plgpu.Layout.WGMMA.reduce(0)
 # The vectors `run_prepare` hands to `run_pass`, one of each per (chunk, value head), rk and rq the reciprocal norms:
-# gamma rk | gamma rq / sqrt(key_dim) | log2 gamma
-K_SCALE, Q_SCALE, LOG_GAMMA, NUM_VECTORS = range(4)
+# log2 gamma | gamma rk | gamma rq / sqrt(key_dim), and where that makes R from X, rk | beta gamma_end / gamma
+LOG_GAMMA, K_SCALE, Q_SCALE, NUM_VECTORS = range(4)
+K_NORM, R_SCALE, ALL_VECTORS = range(3, 6)
 
 
 class _Value:
