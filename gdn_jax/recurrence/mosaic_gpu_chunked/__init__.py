@@ -26,15 +26,14 @@ docs/kernels_chunked.md has the whole story.
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
-from gdn_jax._mosaic import EPS
-from gdn_jax._ragged import is_live, read_rows, row_bounds, token_rows
+from gdn_jax._ragged import is_live, read_rows
 from gdn_jax.recurrence.mosaic_gpu_chunked.both import run_both
 from gdn_jax.recurrence.mosaic_gpu_chunked.carry import run_pass
 from gdn_jax.recurrence.mosaic_gpu_chunked.prepare import heads_at_once, pad_gates, run_prepare
 from gdn_jax.recurrence.mosaic_gpu_chunked.split import cut_rows, initial_states, map_tiles, segment_maps
-from gdn_jax.recurrence.mosaic_gpu_chunked.tiles import SMS, C, f16, f32, row_table
+from gdn_jax.recurrence.mosaic_gpu_chunked.tiles import SMS, C, f32, row_table
+from gdn_jax.recurrence.mosaic_gpu_chunked.tokens16 import run_tokens16, value_scales
 
 
 def _dims(qkv, recurrent_state):
@@ -92,9 +91,6 @@ def recurrence(
     nk, nv, key_dim, value_dim = _dims(qkv, recurrent_state)
     total = qkv.shape[0]
     dtype = qkv.dtype
-    scales = token_scale = None
-    if dtype == f32:
-        qkv, scales, token_scale = _to_float16(qkv, recurrent_state, slot_idx, input_row_offsets, has_initial_state)
     short = max(C - total, 0)
     # Copies and loads take whole chunks of the token arrays, so there must be one. Clamping offsets to the
     # true T first keeps the tokens added here out of every row.
@@ -102,6 +98,11 @@ def recurrence(
     qkv, decay, beta = [jnp.pad(x, ((0, short), (0, 0))) if short else x for x in (qkv, decay, beta)]
     decay, beta = pad_gates(decay, nk), pad_gates(beta, nk)
     table = row_table(offsets, has_initial_state, total + short)
+    values = scales = None
+    if dtype == f32:
+        values = qkv
+        qkv, sizes = run_tokens16(qkv, slot_idx, offsets, table, recurrent_state, nk=nk, interpret=interpret)
+        scales = value_scales(sizes, offsets, table, total + short)
     count = _num_segments(total, slot_idx.shape[0], nv, key_dim, value_dim)
     workers = (
         _num_workers(total, slot_idx.shape[0], nk, nv, key_dim, value_dim) if count == 1 and interpret is None else 0
@@ -109,7 +110,7 @@ def recurrence(
     if workers:
         pool = jax.new_ref(recurrent_state)
         out = run_both(
-            qkv, decay, beta, slot_idx, offsets, table, scales, pool,
+            qkv, values, decay, beta, slot_idx, offsets, table, scales, pool,
             nk=nk, workers=workers, normalise=dtype != f32,
         )[:total]  # fmt: skip
     else:
@@ -122,7 +123,7 @@ def recurrence(
         if count > 1:
             segments = cut_rows(offsets, table, total, count)
             local, steps = segment_maps(
-                qkv, r, vec, slot_idx, segments,
+                qkv, values, r, vec, slot_idx, segments, scales,
                 count=count, dims=(nk, nv, key_dim, value_dim), max_slots=recurrent_state.shape[0], interpret=interpret,
             )  # fmt: skip
             live = is_live(slot_idx, recurrent_state.shape[0])
@@ -132,43 +133,10 @@ def recurrence(
             split = segments, initial_states(local, steps, states, count, interpret)
         pool = jax.new_ref(recurrent_state)
         out = run_pass(
-            qkv, w, r, vec, slot_idx, offsets, table, scales, pool,
+            qkv, values, w, r, vec, slot_idx, offsets, table, scales, pool,
             nk=nk, tiles=_tiles(slot_idx.shape[0] * count, nv, key_dim, value_dim), interpret=interpret, split=split,
         )[:total]  # fmt: skip
-    if token_scale is not None:
-        out = out.reshape(total, nv, value_dim).astype(f32) * (1.0 / token_scale)[..., None]
-        out = out.reshape(total, nv * value_dim)
     return out, jax.freeze(pool)
-
-
-def _to_float16(qkv, recurrent_state, slot_idx, offsets, has_initial_state):
-    """float32 tokens for the 16-bit kernels: (float16 rows, scales for `run_pass`, value scales [T, nv]).
-
-    Queries and keys come out normalised. The rule is linear in values and state together, so each (row, value head) is
-    scaled, by a power of two, to a largest value or initial state in [1, 2): whatever their size, float16 keeps 11 bits
-    of it. The scale of a row depends on that row alone, as long as no token belongs to two.
-    """
-    nk, nv, key_dim, value_dim = _dims(qkv, recurrent_state)
-    total, batch = qkv.shape[0], slot_idx.shape[0]
-    start, length = row_bounds(offsets, total)
-    live = is_live(slot_idx, recurrent_state.shape[0])
-    row = token_rows(start, jnp.where(live, length, 0), total)
-    inside = row >= 0
-
-    heads = qkv[:, : 2 * nk * key_dim].reshape(total, 2 * nk, key_dim)
-    heads = heads * lax.rsqrt(jnp.sum(heads * heads, -1, keepdims=True) + EPS)
-    values = qkv[:, 2 * nk * key_dim :].reshape(total, nv, value_dim)
-    largest = jnp.where(inside[:, None], jnp.max(jnp.abs(values), -1), 0.0)
-    largest = jax.ops.segment_max(largest, jnp.maximum(row, 0), batch)
-    states = read_rows(recurrent_state, slot_idx, live & has_initial_state)
-    largest = jnp.maximum(jnp.maximum(largest, jnp.max(jnp.abs(states), (2, 3))), 2.0**-100)
-    # Rows that overlap, as decreasing offsets may make them, share tokens and so must share a scale.
-    overlapping = jnp.any(start[1:] < start[:-1])
-    largest = jnp.where(overlapping, jnp.max(largest, 0, keepdims=True), largest)
-    scale = jnp.exp2(-jnp.floor(jnp.log2(jnp.minimum(largest, 2.0**100))))
-    token_scale = jnp.where(inside[:, None], scale[row], 1.0)
-    rows = [heads.reshape(total, -1), (values * token_scale[..., None]).reshape(total, -1)]
-    return jnp.concatenate(rows, 1).astype(f16), jnp.stack([scale, 1.0 / scale]), token_scale
 
 
 def _tiles(batch, nv, key_dim, value_dim):

@@ -8,7 +8,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from gdn_jax._mosaic import after_previous, is_row_of, store
+from gdn_jax._mosaic import after_previous, is_row_of
 from gdn_jax.recurrence.mosaic_gpu_chunked.tiles import (
     COL,
     FIRST,
@@ -41,16 +41,28 @@ from gdn_jax.recurrence.mosaic_gpu_chunked.tiles import (
     swizzled_buffer,
     zero_tile,
 )
+from gdn_jax.recurrence.mosaic_gpu_chunked.values import (
+    bring_values,
+    load_values,
+    store_values,
+    value_buffer,
+    value_parts,
+)
 
 
-def passing(qkv, pool, batch, rows, *, nk, tiles, split, scaled_states, interpret):
-    """(what a CTA does, buffers, barriers): one (row, value head, columns), or several one after the other."""
+def passing(qkv, values, pool, batch, rows, *, nk, tiles, split, interpret):
+    """(what a CTA does, buffers, barriers): one (row, value head, columns), or several one after the other.
+
+    `values` are float32 tokens, or None where `qkv` has values, too.
+    """
     total = qkv.shape[0]
     max_slots, nv, key_dim, value_dim = pool.shape
     group = nv // nk
     halves = key_dim // LINE
-    stages = 2 if key_dim == 256 else 3
+    stages = num_stages(key_dim, tiles, values is not None)
     dtype = qkv.dtype
+    value_dtype = dtype if values is None else values.dtype
+    parts = value_parts(value_dtype)
     width = tiles * C
     # Registers a thread, of 65536 a CTA: accumulators where the products are, few where only copies are issued.
     math_registers = 232 if tiles == 2 else 240
@@ -58,7 +70,8 @@ def passing(qkv, pool, batch, rows, *, nk, tiles, split, scaled_states, interpre
 
     def work(operands, buffers, wg, count, pair_of, await_item=None):
         """The states `pair_of(0)` to `pair_of(count - 1)`, each as (row, value head, columns), one after the other."""
-        qkv_g, w_g, r_g, vec_g, slot_g, off_g, table_g, scale_g, segments_g, initial_g, pool_g, o_g = operands
+        qkv_g, values_g, w_g, r_g, vec_g, slot_g, off_g, table_g, scale_g, segments_g, initial_g, pool_g, o_g = operands
+        values_g = qkv_g if values_g is None else values_g
         (q_rows, q_tiles), (k_rows, k_tiles), (v_rows, v_tiles, v_plain), r_s, state_s, w_s, vec_s, *barriers = buffers
         in_bar, state_in, in_free, done = barriers
 
@@ -100,6 +113,13 @@ def passing(qkv, pool, batch, rows, *, nk, tiles, split, scaled_states, interpre
         def tr(ref):
             return ref.transpose((1, 0))
 
+        def send(source, first, count, t0, channel):
+            """Copies rows of a tile out."""
+            part = C // parts
+            for i in range(parts):
+                target = o_g.at[pl.ds(t0, count), pl.ds(channel + i * part, part)]
+                plgpu.copy_smem_to_gmem(source.at[i, pl.ds(first, count)], target)
+
         def drain(source, t0, count, channel):
             """Copies the first `count` <= C rows of `source` out: copies have static sizes, powers of two here."""
             done_rows = 0
@@ -108,10 +128,7 @@ def passing(qkv, pool, batch, rows, *, nk, tiles, split, scaled_states, interpre
 
                 @pl.when((count & m) != 0)
                 def _(done_rows=done_rows, m=m):
-                    plgpu.copy_smem_to_gmem(
-                        source.at[pl.ds(done_rows, m)],
-                        o_g.at[pl.ds(t0 + done_rows, m), pl.ds(channel, C)],
-                    )
+                    send(source, done_rows, m, t0 + done_rows, channel)
 
                 done_rows = done_rows + (count & m)
 
@@ -171,8 +188,10 @@ def passing(qkv, pool, batch, rows, *, nk, tiles, split, scaled_states, interpre
             def part(i):
                 return pool_g.at[slot, head, pl.ds(i * LINE, LINE), columns]
 
+            scales = None if values is None else [scale_g[n, row_b, head] for n in range(2)]
+
             def scaled(x, n):
-                return x if not scaled_states else x * scale_g[n, row_b, head]
+                return x if scales is None else x * scales[n]
 
             def loaded(i):
                 x = [load_transposed(interpret, ref) for ref in state_blocks(s0, m, i)]
@@ -192,11 +211,14 @@ def passing(qkv, pool, batch, rows, *, nk, tiles, split, scaled_states, interpre
                 )
                 release(s0)
 
+                def scaled_output(o):
+                    return o if scales is None else scaled(o.astype(f32), 1)
+
                 def write_output(o, n, s):
                     """Through the buffer of values of chunk n + 1: a warp has read just what it overwrites."""
-                    tr(v_tiles.at[s, m])[...] = o
+                    store_values(interpret, v_tiles.at[s, m], scaled_output(o))
                     plgpu.commit_smem()
-                    plgpu.copy_smem_to_gmem(v_rows.at[s, m], o_g.at[pl.ds(start + n * C, C), pl.ds(channel, C)])
+                    send(v_rows.at[s, m], 0, C, start + n * C, channel)
 
                 def step(n, carry):
                     state, low, before = carry
@@ -209,7 +231,7 @@ def passing(qkv, pool, batch, rows, *, nk, tiles, split, scaled_states, interpre
                             u.mma(low[i], tr(k_tiles.at[s, i]))
                         for i in range(halves):
                             q.mma(low[i], tr(q_tiles.at[s, i]))
-                        v = plgpu.load(tr(v_tiles.at[s, m]), layout=WGMMA).astype(f32)
+                        v = scaled(load_values(interpret, v_tiles.at[s, m]), 0)
 
                         @pl.when(n > 0)
                         def _():
@@ -255,7 +277,7 @@ def passing(qkv, pool, batch, rows, *, nk, tiles, split, scaled_states, interpre
                 @pl.when(last < C)
                 def _():
                     plgpu.commit_smem()
-                    store(tr(v_plain.at[s, m]), o)
+                    store_values(interpret, v_plain.at[s, m], scaled_output(o), swizzled=False)
                     plgpu.commit_smem()
                     drain(v_plain.at[s, m], start + (n_chunks - 1) * C, last, channel)
 
@@ -272,7 +294,7 @@ def passing(qkv, pool, batch, rows, *, nk, tiles, split, scaled_states, interpre
                 @pl.when(jnp.logical_not(live))
                 def _():
                     plain = v_plain.at[s0, m]
-                    store(plain, zero_tile((C, C), dtype))
+                    store_values(interpret, plain, zero_tile((C, C), value_dtype), swizzled=False)
                     plgpu.commit_smem()
 
                     @pl.when(b < rows)
@@ -345,7 +367,8 @@ def passing(qkv, pool, batch, rows, *, nk, tiles, split, scaled_states, interpre
                 for i in range(halves):
                     copy((nk + key_head) * key_dim + i * LINE, k_rows.at[s, i])
                 for m in range(tiles):
-                    copy(2 * nk * key_dim + head * value_dim + first_column + m * C, v_rows.at[s, m])
+                    channel = 2 * nk * key_dim + head * value_dim + first_column + m * C
+                    bring_values(values_g, start + n * C, channel, v_rows.at[s, m], in_bar.at[s])
                 for i in range(halves):
                     copy(key_head * key_dim + i * LINE, q_rows.at[s, i])
                 plgpu.copy_gmem_to_smem(vec_g.at[item + n, head], vec_s.at[s], in_bar.at[s])
@@ -369,7 +392,7 @@ def passing(qkv, pool, batch, rows, *, nk, tiles, split, scaled_states, interpre
     buffers = [
         target((stages, halves, C, LINE), dtype),
         target((stages, halves, C, LINE), dtype),
-        target((stages, tiles, C, C), dtype, plgpu.SMEM((stages, tiles, C, C), dtype)),
+        value_buffer(interpret, (stages, tiles), value_dtype),
         target((stages, halves, C, LINE), dtype),
         swizzled_buffer((stages, 2, C, HALF), dtype),
         plgpu.SMEM((stages, NUM_VECTORS * C), f32),
@@ -377,18 +400,25 @@ def passing(qkv, pool, batch, rows, *, nk, tiles, split, scaled_states, interpre
     state_dtype = f32 if split else pool.dtype
     # A stage of an alias is as long as a stage of tokens: [ROWS, C] of float32 take what [C, LINE] of the tokens do.
     fit = 4 // jnp.dtype(state_dtype).itemsize
-    aliases = [plgpu.SMEM((stages, n * fit, ROWS, C), state_dtype) for n in (halves, halves, tiles, halves)]
+    aliases = [plgpu.SMEM((stages, n * fit, ROWS, C), state_dtype) for n in (halves, halves, tiles * parts, halves)]
     if interpret is None:
         buffers[:4] = [plgpu.RefUnion(*union.refs, [x]) for union, x in zip(buffers[:4], aliases, strict=True)]
     else:
         buffers.insert(4, plgpu.SMEM((stages, blocks, ROWS, C), state_dtype))
     barriers = [
-        bar(num_arrivals=2 * halves + tiles + 4, num_barriers=stages),
+        bar(num_arrivals=2 * halves + tiles * parts + 4, num_barriers=stages),
         bar(num_arrivals=blocks, num_barriers=stages),
         bar(num_arrivals=tiles, num_barriers=stages),
         bar(num_arrivals=tiles + 1),
     ]
     return work, buffers, barriers
+
+
+def num_stages(key_dim, tiles, float32):
+    """As many as memory has room for."""
+    if key_dim == 256:
+        return 1 if float32 else 2
+    return 2 if float32 and tiles == 2 and key_dim == 128 else 3
 
 
 def _stay(total, batch):
@@ -421,13 +451,14 @@ def state_block(*refs):
 
 
 def run_pass(
-    qkv, w, r, vec, slot_idx, offsets, table, scales, pool, *, nk, tiles, interpret, split=None
+    qkv, values, w, r, vec, slot_idx, offsets, table, scales, pool, *, nk, tiles, interpret, split=None
 ):  # fmt: skip
     """Outputs [T, nv * VD]; `pool` (a Ref) is updated. A CTA for each (row, value head, `tiles` * 64 value columns).
 
     Where rows are short, there are no more CTAs than multiprocessors, and each takes one of these after the other.
 
-    `scales` is None or [2, B, nv]: what states are multiplied with when read, and when written. `split` is None or
+    `values` is None, or has values and so the outputs in float32, and [T, ..] of any columns before them. `scales` is None
+    or, then, [2, B, nv]: what values and states are multiplied with when read, outputs and states when written. `split` is None or
     (`cut_rows`, their initial states): each segment of a row then has its own CTAs, and the last writes the state.
     """
     segments, initial = split or (None, None)
@@ -436,15 +467,15 @@ def run_pass(
     batch = slot_idx.shape[0]
     rows = batch if segments is None else segments.shape[1]
     work, buffers, barriers = passing(
-        qkv, pool, batch, rows,
-        nk=nk, tiles=tiles, split=split is not None, scaled_states=scales is not None, interpret=interpret,
+        qkv, values, pool, batch, rows,
+        nk=nk, tiles=tiles, split=split is not None, interpret=interpret,
     )  # fmt: skip
     columns = value_dim // (tiles * C)
     pairs = columns * nv * (rows + 1)
     ctas = min(pairs, SMS) if _stay(total, batch) else pairs
 
     def body(*refs):
-        operands, scratch = refs[:12], refs[12:]
+        operands, scratch = refs[:13], refs[13:]
         wg, cta = lax.axis_index("wg"), lax.axis_index("cta")
 
         def pair_of(n):
@@ -457,7 +488,7 @@ def run_pass(
 
     kernel = plgpu.kernel(
         after_previous(body, interpret),
-        out_type=jax.ShapeDtypeStruct((total, nv * value_dim), qkv.dtype),
+        out_type=jax.ShapeDtypeStruct((total, nv * value_dim), qkv.dtype if values is None else values.dtype),
         grid=(ctas,),
         grid_names=("cta",),
         num_threads=tiles + 1,
@@ -467,4 +498,4 @@ def run_pass(
         interpret=interpret,
         kernel_name="gated_delta_chunk_pass",
     )
-    return kernel(qkv, w, r, vec, slot_idx, offsets, table, scales, segments, initial, pool)
+    return kernel(qkv, values, w, r, vec, slot_idx, offsets, table, scales, segments, initial, pool)

@@ -35,6 +35,13 @@ from gdn_jax.recurrence.mosaic_gpu_chunked.tiles import (
     swizzled_buffer,
     zero_tile,
 )
+from gdn_jax.recurrence.mosaic_gpu_chunked.values import (
+    bring_values,
+    load_values,
+    value_aliases,
+    value_buffer,
+    value_parts,
+)
 
 
 def cut_rows(offsets, table, total, count):
@@ -50,7 +57,7 @@ def cut_rows(offsets, table, total, count):
     return jnp.stack([x.astype(i32).reshape(-1) for x in segments])
 
 
-def segment_maps(qkv, r, vec, slot_idx, table, *, count, dims, max_slots, interpret):
+def segment_maps(qkv, values, r, vec, slot_idx, table, scales, *, count, dims, max_slots, interpret):
     """What segments do to the state, as (local, steps): only of the segments that another one follows.
 
     `local`, float32 [B * count, nv, VD, KD], is the transposed state that a segment leaves behind when it starts from
@@ -63,22 +70,25 @@ def segment_maps(qkv, r, vec, slot_idx, table, *, count, dims, max_slots, interp
     halves = key_dim // LINE
     stages = 3
     dtype = qkv.dtype
+    value_dtype = dtype if values is None else values.dtype
     segments = table.shape[1]
     value_tiles = value_dim // C
     tiles = map_tiles(key_dim, value_dim)
 
     def body(
-        qkv_g, r_g, vec_g, slot_g, table_g, local_g, steps_g, k_u, v_u, r_s, vec_s, in_bar, in_free, done
+        qkv_g, values_g, r_g, vec_g, slot_g, table_g, scale_g, local_g, steps_g, k_u, v_u, r_s, vec_s, in_bar, in_free, done
     ):  # fmt: skip
         k_rows, k_tiles = aliases_of(interpret, k_u)
-        v_rows, v_tiles = aliases_of(interpret, v_u)
+        v_rows, v_tiles, _ = value_aliases(interpret, v_u)
+        values_g = qkv_g if values_g is None else values_g
         segment, head, column = [lax.axis_index(name) for name in ("segment", "head", "column")]
         key_head = lax.div(head, i32(group))
         wg = lax.axis_index("wg")
         start, item = table_g[FIRST, segment], table_g[ITEM, segment]
         follows = lax.rem(segment, i32(count)) < count - 1
+        row = lax.div(segment, i32(count))
         follows = follows & (table_g[LENGTH, jnp.minimum(segment + 1, segments - 1)] > 0)
-        live = follows & is_row_of(slot_g[lax.div(segment, i32(count))], max_slots)
+        live = follows & is_row_of(slot_g[row], max_slots)
         # A segment that another one follows is whole chunks.
         n_chunks = jnp.where(live, lax.div(table_g[LENGTH, segment], i32(C)), 0)
 
@@ -99,7 +109,8 @@ def segment_maps(qkv, r, vec, slot_idx, table, *, count, dims, max_slots, interp
                 def chunk(u, *s_new):
                     for i in range(halves):
                         u.mma(state[i].astype(dtype), k_tiles.at[s, i].transpose((1, 0)))
-                    v = plgpu.load(v_tiles.at[s, m].transpose((1, 0)), layout=WGMMA).astype(f32)
+                    v = load_values(interpret, v_tiles.at[s, m])
+                    v = v if values is None else v * scale_g[0, row, head]
                     v = jnp.where(is_map, zero_tile((C, C), f32), v)
                     k_scale = along_cols(load_vector(vec_s.at[s, pl.ds(K_SCALE * C, C)], COL), C)
                     decay = jnp.exp2(vec_s[s, (LOG_GAMMA + 1) * C - 1])
@@ -156,7 +167,8 @@ def segment_maps(qkv, r, vec, slot_idx, table, *, count, dims, max_slots, interp
                 plgpu.copy_gmem_to_smem(vec_g.at[item + n, head], vec_s.at[s], in_bar.at[s])
                 for m in range(tiles):
                     tile = jnp.minimum(column * tiles + m, value_tiles - 1)  # not used by a map
-                    copy(2 * nk * key_dim + head * value_dim + tile * C, v_rows.at[s, m])
+                    channel = 2 * nk * key_dim + head * value_dim + tile * C
+                    bring_values(values_g, start + n * C, channel, v_rows.at[s, m], in_bar.at[s])
                 plgpu.copy_gmem_to_smem(r_g.at[item + n, head], r_s.at[s], in_bar.at[s])
 
             lax.fori_loop(0, n_chunks, bring, None)
@@ -181,10 +193,10 @@ def segment_maps(qkv, r, vec, slot_idx, table, *, count, dims, max_slots, interp
         thread_name="wg",
         scratch_types=[
             copy_target(interpret, (stages, halves, C, LINE), dtype),
-            copy_target(interpret, (stages, tiles, C, C), dtype),
+            value_buffer(interpret, (stages, tiles), value_dtype),
             swizzled_buffer((stages, halves, C, LINE), dtype),
             plgpu.SMEM((stages, NUM_VECTORS * C), f32),
-            bar(num_arrivals=halves + tiles + 2, num_barriers=stages),
+            bar(num_arrivals=halves + tiles * value_parts(value_dtype) + 2, num_barriers=stages),
             bar(num_arrivals=tiles, num_barriers=stages),
             bar(num_arrivals=tiles + 1),
         ],
@@ -192,7 +204,7 @@ def segment_maps(qkv, r, vec, slot_idx, table, *, count, dims, max_slots, interp
         interpret=interpret,
         kernel_name="gated_delta_chunk_maps",
     )
-    return kernel(qkv, r, vec, slot_idx, table)
+    return kernel(qkv, values, r, vec, slot_idx, table, scales)
 
 
 def initial_states(local, steps, states, count, interpret):
