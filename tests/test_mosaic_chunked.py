@@ -9,7 +9,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import gdn_jax.recurrence.mosaic_gpu_chunked as chunked
-from gdn_jax.recurrence.mosaic_gpu_chunked import carry, prepare, tiles
+from gdn_jax.recurrence.mosaic_gpu_chunked import carry, prepare, tiles, tokens16
 from tests import oracle, shapes
 from tests.harness import (
     OUTPUT_BUDGET,
@@ -137,10 +137,11 @@ OVERFLOWS = {
 
 
 @pytest.mark.parametrize("run", [pytest.param("interpreted"), pytest.param("compiled", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("tokens", ["bfloat16", "float32"])
 @pytest.mark.parametrize("overflow", OVERFLOWS)
-def test_squares_that_overflow(overflow, run):
+def test_squares_that_overflow(overflow, tokens, run):
     """A key or query whose sum of squares is no float32 number counts as zero, and leaves other tokens alone."""
-    args = make([66], (1, 1, 64, 64), [0])
+    args = make([66], (1, 1, 64, 64), [0], tokens=tokens)
     zeroed = list(args)
     for column, token, size in OVERFLOWS[overflow]:
         columns = slice(column, column + 64)
@@ -169,6 +170,50 @@ def test_any_size_of_values():
     for row, tokens in enumerate((slice(66), slice(66, None))):
         assert_close(np.asarray(out)[tokens], expected[tokens], 1e-3, "outputs")
         assert_close(np.asarray(pool)[row], states[row], 1e-3, "states")
+
+
+@pytest.mark.parametrize("run", [pytest.param("interpreted"), pytest.param("compiled", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("value", [np.inf, np.nan])
+def test_a_value_that_is_not_finite(value, run):
+    """The chunks before it are as they were: with float32 tokens, the scale of the row comes from what is finite."""
+    args = make([100, 30], (1, 1, 64, 64), [0, 1], tokens="float32")
+    run = compiled if run == "compiled" else partial(interpreted, interpret=plgpu.InterpretGPUParams())
+    wanted, _ = run(*args)
+    args[0] = args[0].at[70, 130].set(value)
+    out, _ = run(*args)
+    assert_same_bits(out[:64], wanted[:64])
+    assert_same_bits(out[100:], wanted[100:])
+    assert not np.isfinite(out[70:100]).all()
+
+
+@pytest.mark.parametrize(("lengths", "slots", "first"), [([70, 5, 30, 64], [0, 2, 9, 1], 3), ([64], [0], 0)])
+def test_float32_tokens(lengths, slots, first):
+    """What their one pass makes: of tokens that no row holds, or one that is padding, nothing is measured."""
+    nk, nv, key_dim, value_dim = heads = 2, 4, 64, 128
+    args = make(lengths, heads, slots, tokens="float32", first=first, extra=first, fresh=(0,))
+    qkv, _, _, state, slot_idx, offsets, has = args
+    total, batch = len(qkv), len(lengths)
+
+    @jax.jit
+    def run():
+        table = tiles.row_table(offsets, has, total)
+        made, sizes = tokens16.run_tokens16(qkv, slot_idx, offsets, table, state, nk=nk, interpret=RACES)
+        return made, tokens16.value_scales(sizes, offsets, table, total)
+
+    made, (scales, inverse) = run()
+    qkv, offsets = np.asarray(qkv, np.float64), np.asarray(offsets)
+    given = qkv[:, : 2 * nk * key_dim].reshape(total, 2 * nk, key_dim)
+    wanted = given / np.sqrt(np.sum(given**2, -1, keepdims=True) + 1e-6)
+    np.testing.assert_allclose(np.asarray(made).reshape(wanted.shape), wanted, rtol=6e-4, atol=1e-7)
+    values = np.abs(qkv[:, 2 * nk * key_dim :]).reshape(total, nv, value_dim)
+    for b in range(batch):
+        if not 0 <= slots[b] < len(state):
+            continue
+        largest = values[offsets[b] : offsets[b + 1]].max((0, 2))
+        if has[b]:
+            largest = np.maximum(largest, np.abs(state[slots[b]]).max((1, 2)))
+        np.testing.assert_array_equal(scales[b], 2.0 ** -np.floor(np.log2(largest)))
+        np.testing.assert_array_equal(inverse[b], 2.0 ** np.floor(np.log2(largest)))
 
 
 def decreasing(offsets, tokens):
@@ -247,6 +292,17 @@ SIZES = {
     },
     "float32": {"lengths": [900, 200], "heads": FULL, "slots": [1, 0], "tokens": "float32"},
     "wide": {"lengths": [300, 1, 64], "heads": (4, 8, 256, 256), "slots": [1, 7, 0], "tokens": "float16"},
+    "wide, float32": {"lengths": [300, 1, 64], "heads": (4, 8, 256, 128), "slots": [1, 7, 0], "tokens": "float32"},
+    "split, float32": {"lengths": [6205], "heads": (2, 8, 128, 128), "slots": [0], "tokens": "float32"},
+    "many rows, float32": {
+        "lengths": [65, 200, 1, 0] * 10,
+        "heads": (2, 8, 128, 128),
+        "slots": [*range(40)],
+        "tokens": "float32",
+        "fresh": (1, 5),
+        "extra": 5,
+        "first": 2,
+    },
 }
 
 
@@ -275,8 +331,9 @@ def test_chunk_boundaries():
 
 
 @pytest.mark.gpu
-def test_a_row_alone_and_in_a_batch():
-    args = make([512] * 8, FULL, [3, 1, 0, 2, 7, 6, 5, 4])
+@pytest.mark.parametrize("tokens", ["bfloat16", "float32"])
+def test_a_row_alone_and_in_a_batch(tokens):
+    args = make([512] * 8, FULL, [3, 1, 0, 2, 7, 6, 5, 4], tokens=tokens)
     out, pool = compiled(*args)
     for b in range(8):
         tokens = slice(512 * b, 512 * (b + 1))
@@ -288,7 +345,18 @@ def test_a_row_alone_and_in_a_batch():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("size", ["ragged", "side by side", "side by side, rows", "split", "many rows"])
+@pytest.mark.parametrize(
+    "size",
+    [
+        "ragged",
+        "side by side",
+        "side by side, rows",
+        "side by side, float32",
+        "split",
+        "many rows",
+        "many rows, float32",
+    ],
+)
 def test_same_bits_when_repeated(size):
     args = make(**SIZES[size])
     first = compiled(*args)
@@ -317,6 +385,8 @@ def operands(num_tokens, batch, heads, tokens="bfloat16", pool="float32"):
     [
         (8192, 1, (16, 32, 128, 128)),
         (8192, 64, (16, 32, 128, 128)),
+        (8192, 1, (16, 32, 128, 128), "float32"),
+        (8192, 64, (16, 32, 128, 128), "float32"),
         (32768, 1, (2, 8, 128, 128)),
         (4096, 2, (16, 48, 128, 128), "float16", "bfloat16"),
         (30, 2, (2, 8, 64, 128), "bfloat16", "float16"),
@@ -326,14 +396,14 @@ def operands(num_tokens, batch, heads, tokens="bfloat16", pool="float32"):
     ids=str,
 )
 def test_lowers_in_place(size):
-    kernels = {(8192, 1): 1, (32768, 1): 4}.get(size[:2], 2)
+    kernels = {(8192, 1): 1, (32768, 1): 4}.get(size[:2], 2) + ("float32" in size[3:4])
     args = operands(*size)
     assert chunked.unsupported(*args, algorithm="chunked", precision=None) is None
     traced = jax.jit(recurrence, donate_argnums=3).trace(*args)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("mosaic_gpu_v2") == text.count("griddepcontrol.wait") == kernels
     # The pool's, and in a kernel whose CTAs wait for each other the one of its semaphores.
-    assert text.count("#stablehlo.output_operand_alias<") == (2 if kernels == 1 else 1)
+    assert text.count("#stablehlo.output_operand_alias<") == (2 if size[:2] == (8192, 1) else 1)
 
 
 @pytest.mark.parametrize(

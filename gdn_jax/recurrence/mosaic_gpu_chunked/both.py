@@ -84,7 +84,10 @@ def run_both(
     memory = [*buffer_views([*buffers, plgpu.RefUnion(*[[x] for x in overlay])], 3), *buffer_views(pass_buffers, 4)]
     kernel = plgpu.kernel(
         after_previous(body, None),
-        out_type=[jax.ShapeDtypeStruct((total, nv * value_dim), qkv.dtype if values is None else values.dtype), *results],
+        out_type=[
+            jax.ShapeDtypeStruct((total, nv * value_dim), qkv.dtype if values is None else values.dtype),
+            *results,
+        ],
         grid=(workers + columns * nv * (batch + 1),),
         grid_names=("cta",),
         num_threads=units,

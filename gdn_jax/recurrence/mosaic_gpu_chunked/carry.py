@@ -23,7 +23,6 @@ from gdn_jax.recurrence.mosaic_gpu_chunked.tiles import (
     Q_SCALE,
     ROWS,
     SMS,
-    WGMMA,
     C,
     accumulate,
     aliases_of,
@@ -53,7 +52,7 @@ from gdn_jax.recurrence.mosaic_gpu_chunked.values import (
 def passing(qkv, values, pool, batch, rows, *, nk, tiles, split, interpret):
     """(what a CTA does, buffers, barriers): one (row, value head, columns), or several one after the other.
 
-    `values` are float32 tokens, or None where `qkv` has values, too.
+    `values` are the float32 tokens that `qkv` was made from, or None if it has the values, too.
     """
     total = qkv.shape[0]
     max_slots, nv, key_dim, value_dim = pool.shape
@@ -457,9 +456,9 @@ def run_pass(
 
     Where rows are short, there are no more CTAs than multiprocessors, and each takes one of these after the other.
 
-    `values` is None, or has values and so the outputs in float32, and [T, ..] of any columns before them. `scales` is None
-    or, then, [2, B, nv]: what values and states are multiplied with when read, outputs and states when written. `split` is None or
-    (`cut_rows`, their initial states): each segment of a row then has its own CTAs, and the last writes the state.
+    `values` are the float32 tokens that `qkv` was made from, or None if it has the values. With them come `scales`,
+    [2, B, nv]: what values and states are multiplied with when read, outputs and states when written. `split` is None
+    or (`cut_rows`, their initial states): each segment of a row then has its own CTAs, and the last writes the state.
     """
     segments, initial = split or (None, None)
     total = qkv.shape[0]

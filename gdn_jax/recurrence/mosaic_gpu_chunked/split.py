@@ -76,7 +76,8 @@ def segment_maps(qkv, values, r, vec, slot_idx, table, scales, *, count, dims, m
     tiles = map_tiles(key_dim, value_dim)
 
     def body(
-        qkv_g, values_g, r_g, vec_g, slot_g, table_g, scale_g, local_g, steps_g, k_u, v_u, r_s, vec_s, in_bar, in_free, done
+        qkv_g, values_g, r_g, vec_g, slot_g, table_g, scale_g, local_g, steps_g,
+        k_u, v_u, r_s, vec_s, in_bar, in_free, done,
     ):  # fmt: skip
         k_rows, k_tiles = aliases_of(interpret, k_u)
         v_rows, v_tiles, _ = value_aliases(interpret, v_u)

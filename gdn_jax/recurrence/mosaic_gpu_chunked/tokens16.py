@@ -16,9 +16,9 @@ PIECE = 16  # tokens, or rows of a state, that a CTA loads at once
 def run_tokens16(qkv, slot_idx, offsets, table, pool, *, nk, interpret):
     """(float16 [T, 2 nk KD], float32 [nv, items + B, PIECE]) of T >= C float32 tokens: one pass over all of them.
 
-    The first are the normalised queries and keys. The second are, for a value head, what the values of an item (a chunk
-    of a row, see `first_item`) and then the initial state of a row have in size: their largest finite elements, in PIECE
-    parts. Where there is no such item they are left as they are.
+    The first are the normalised queries and keys. The second are, for a value head, the sizes of values of all items
+    (chunks of rows, see `first_item`), then those of the initial states of all rows: the largest finite elements, by
+    PIECE parts. Items that no row has are left as they are.
     """
     total = qkv.shape[0]
     max_slots, nv, key_dim, value_dim = pool.shape

@@ -106,7 +106,9 @@ def _places(memory, swizzled):
     # of which four are 16 bytes; the swizzle flips the number of those by the token.
     row, column, odd_warp = warp.row, warp.column, arith.andi(warp.index, number(1))
     base = arith.addi(shared_address(memory), arith.muli(arith.shrui(warp.index, number(1)), number(C * 128)))
-    base = arith.addi(base, arith.addi(arith.shli(column, number(7)), arith.shli(arith.andi(row, number(3)), number(2))))
+    base = arith.addi(
+        base, arith.addi(arith.shli(column, number(7)), arith.shli(arith.andi(row, number(3)), number(2)))
+    )
     piece = arith.addi(arith.shli(odd_warp, number(2)), arith.shrui(row, number(2)))
     if swizzled:
         piece = arith.xori(piece, column)
