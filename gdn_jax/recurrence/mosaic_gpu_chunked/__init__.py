@@ -30,10 +30,10 @@ import jax.numpy as jnp
 from gdn_jax._ragged import is_live, read_rows
 from gdn_jax.recurrence.mosaic_gpu_chunked.both import run_both
 from gdn_jax.recurrence.mosaic_gpu_chunked.carry import run_pass
+from gdn_jax.recurrence.mosaic_gpu_chunked.normalise import run_normalise
 from gdn_jax.recurrence.mosaic_gpu_chunked.prepare import heads_at_once, pad_gates, run_prepare
 from gdn_jax.recurrence.mosaic_gpu_chunked.split import cut_rows, initial_states, map_tiles, segment_maps
 from gdn_jax.recurrence.mosaic_gpu_chunked.tiles import SMS, C, f32, row_table
-from gdn_jax.recurrence.mosaic_gpu_chunked.tokens16 import run_tokens16, value_scales
 
 
 def _dims(qkv, recurrent_state):
@@ -98,11 +98,9 @@ def recurrence(
     qkv, decay, beta = [jnp.pad(x, ((0, short), (0, 0))) if short else x for x in (qkv, decay, beta)]
     decay, beta = pad_gates(decay, nk), pad_gates(beta, nk)
     table = row_table(offsets, has_initial_state, total + short)
-    values = scales = None
+    values = None
     if dtype == f32:
-        values = qkv
-        qkv, sizes = run_tokens16(qkv, slot_idx, offsets, table, recurrent_state, nk=nk, interpret=interpret)
-        scales = value_scales(sizes, offsets, table, total + short)
+        qkv, values = run_normalise(qkv, nk=nk, key_dim=key_dim, interpret=interpret), qkv
     count = _num_segments(total, slot_idx.shape[0], nv, key_dim, value_dim)
     workers = (
         _num_workers(total, slot_idx.shape[0], nk, nv, key_dim, value_dim) if count == 1 and interpret is None else 0
@@ -110,7 +108,7 @@ def recurrence(
     if workers:
         pool = jax.new_ref(recurrent_state)
         out = run_both(
-            qkv, values, decay, beta, slot_idx, offsets, table, scales, pool,
+            qkv, values, decay, beta, slot_idx, offsets, table, pool,
             nk=nk, workers=workers, normalise=dtype != f32,
         )[:total]  # fmt: skip
     else:
@@ -123,17 +121,15 @@ def recurrence(
         if count > 1:
             segments = cut_rows(offsets, table, total, count)
             local, steps = segment_maps(
-                qkv, values, r, vec, slot_idx, segments, scales,
+                qkv, values, r, vec, slot_idx, segments,
                 count=count, dims=(nk, nv, key_dim, value_dim), max_slots=recurrent_state.shape[0], interpret=interpret,
             )  # fmt: skip
             live = is_live(slot_idx, recurrent_state.shape[0])
             states = read_rows(recurrent_state, slot_idx, live & has_initial_state)
-            if scales is not None:
-                states = states * scales[0, :, :, None, None]
             split = segments, initial_states(local, steps, states, count, interpret)
         pool = jax.new_ref(recurrent_state)
         out = run_pass(
-            qkv, values, w, r, vec, slot_idx, offsets, table, scales, pool,
+            qkv, values, w, r, vec, slot_idx, offsets, table, pool,
             nk=nk, tiles=_tiles(slot_idx.shape[0] * count, nv, key_dim, value_dim), interpret=interpret, split=split,
         )[:total]  # fmt: skip
     return out, jax.freeze(pool)

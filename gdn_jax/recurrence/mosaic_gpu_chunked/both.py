@@ -12,7 +12,7 @@ from gdn_jax.recurrence.mosaic_gpu_chunked.tiles import C, buffer_views, first_i
 
 
 def run_both(
-    qkv, values, decay, beta, slot_idx, offsets, table, scales, pool, *, nk, workers, normalise
+    qkv, values, decay, beta, slot_idx, offsets, table, pool, *, nk, workers, normalise
 ):  # fmt: skip
     """`run_prepare` and `run_pass` in one kernel, side by side: outputs [T, nv * VD]; `pool` (a Ref) is updated.
 
@@ -38,7 +38,7 @@ def run_both(
     )  # fmt: skip
 
     def body(
-        qkv_g, values_g, decay_g, beta_g, slot_g, off_g, table_g, scale_g, pool_g,
+        qkv_g, values_g, decay_g, beta_g, slot_g, off_g, table_g, pool_g,
         o_g, w_g, r_g, vec_g, memory, prepare_barriers, pass_barriers,
     ):  # fmt: skip
         cta, wg = lax.axis_index("cta"), lax.axis_index("wg")
@@ -67,7 +67,7 @@ def run_both(
 
         @pl.when(cta >= workers)
         def _():
-            operands = qkv_g, values_g, w_g, r_g, vec_g, slot_g, off_g, table_g, scale_g, None, None, pool_g, o_g
+            operands = qkv_g, values_g, w_g, r_g, vec_g, slot_g, off_g, table_g, None, None, pool_g, o_g
             rows, tiled, (_, _, v_plain, *_), states = views
             refs = *zip(rows[:2], tiled[:2], strict=True), (rows[2], tiled[2], v_plain), tiled[3]
             refs = *refs, state_block(*states[:4]), *rows[4:], *pass_barriers
@@ -96,4 +96,4 @@ def run_both(
         compiler_params=params(),
         kernel_name="gated_delta_chunk",
     )
-    return kernel(qkv, values, decay, beta, slot_idx, offsets, table, scales, pool)[0]
+    return kernel(qkv, values, decay, beta, slot_idx, offsets, table, pool)[0]

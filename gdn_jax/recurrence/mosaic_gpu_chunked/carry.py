@@ -27,6 +27,7 @@ from gdn_jax.recurrence.mosaic_gpu_chunked.tiles import (
     accumulate,
     aliases_of,
     along_cols,
+    along_rows,
     copy_target,
     f32,
     first_item,
@@ -42,8 +43,12 @@ from gdn_jax.recurrence.mosaic_gpu_chunked.tiles import (
 )
 from gdn_jax.recurrence.mosaic_gpu_chunked.values import (
     bring_values,
+    in_full,
+    in_units,
+    inverse,
     load_values,
     store_values,
+    unit_of,
     value_buffer,
     value_parts,
 )
@@ -69,7 +74,7 @@ def passing(qkv, values, pool, batch, rows, *, nk, tiles, split, interpret):
 
     def work(operands, buffers, wg, count, pair_of, await_item=None):
         """The states `pair_of(0)` to `pair_of(count - 1)`, each as (row, value head, columns), one after the other."""
-        qkv_g, values_g, w_g, r_g, vec_g, slot_g, off_g, table_g, scale_g, segments_g, initial_g, pool_g, o_g = operands
+        qkv_g, values_g, w_g, r_g, vec_g, slot_g, off_g, table_g, segments_g, initial_g, pool_g, o_g = operands
         values_g = qkv_g if values_g is None else values_g
         (q_rows, q_tiles), (k_rows, k_tiles), (v_rows, v_tiles, v_plain), r_s, state_s, w_s, vec_s, *barriers = buffers
         in_bar, state_in, in_free, done = barriers
@@ -174,7 +179,7 @@ def passing(qkv, values, pool, batch, rows, *, nk, tiles, split, interpret):
 
         def carry_state(m, n, looked, t):
             b, head, column = pair_of(n)
-            part_b, row_b = parts_of(b)
+            part_b = parts_of(b)[0]
             start, length, _, slot, has_state = looked
             live, n_chunks = chunks_of(n, looked)
             last = length - (n_chunks - 1) * C  # tokens of the last chunk
@@ -187,15 +192,8 @@ def passing(qkv, values, pool, batch, rows, *, nk, tiles, split, interpret):
             def part(i):
                 return pool_g.at[slot, head, pl.ds(i * LINE, LINE), columns]
 
-            scales = None if values is None else [scale_g[n, row_b, head] for n in range(2)]
-
-            def scaled(x, n):
-                return x if scales is None else x * scales[n]
-
             def loaded(i):
-                x = [load_transposed(interpret, ref) for ref in state_blocks(s0, m, i)]
-                x = jnp.concatenate(x, axis=1)
-                return x if split else scaled(x, 0)
+                return jnp.concatenate([load_transposed(interpret, ref) for ref in state_blocks(s0, m, i)], axis=1)
 
             def release(s):
                 plgpu.commit_smem()  # all four warps have read it
@@ -210,17 +208,21 @@ def passing(qkv, values, pool, batch, rows, *, nk, tiles, split, interpret):
                 )
                 release(s0)
 
-                def scaled_output(o):
-                    return o if scales is None else scaled(o.astype(f32), 1)
+                # With float32 tokens, states and outputs are counted in units of their own for each value column, so
+                # that they fit into float16: the largest power of two that was in its values so far, or its state.
+                unit = None
+                if values is not None:
+                    unit = unit_of(*state)
+                    state = tuple(x * along_rows(inverse(unit), LINE) for x in state)
 
-                def write_output(o, n, s):
+                def write_output(o, unit, n, s):
                     """Through the buffer of values of chunk n + 1: a warp has read just what it overwrites."""
-                    store_values(interpret, v_tiles.at[s, m], scaled_output(o))
+                    store_values(interpret, v_tiles.at[s, m], in_full(o, unit))
                     plgpu.commit_smem()
                     send(v_rows.at[s, m], 0, C, start + n * C, channel)
 
                 def step(n, carry):
-                    state, low, before = carry
+                    state, low, before, unit = carry
                     s = stage_of(t + 1 + n)
                     left = length - n * C
                     plgpu.barrier_wait(in_bar.at[s])
@@ -230,28 +232,31 @@ def passing(qkv, values, pool, batch, rows, *, nk, tiles, split, interpret):
                             u.mma(low[i], tr(k_tiles.at[s, i]))
                         for i in range(halves):
                             q.mma(low[i], tr(q_tiles.at[s, i]))
-                        v = scaled(load_values(interpret, v_tiles.at[s, m]), 0)
+                        v = load_values(interpret, v_tiles.at[s, m])
+
+                        def in_row(x):
+                            """Without what is past the row's end, which may be NaN."""
+                            masked = partial(jnp.where, iota((C, C), 1) < left, x, 0.0)
+                            return lax.cond(left < C, masked, lambda: x)
 
                         @pl.when(n > 0)
                         def _():
-                            write_output(before, n - 1, s)
+                            write_output(before, unit, n - 1, s)
 
+                        v, new_unit, changed = in_units(v if unit is None else in_row(v), unit)
                         k_scale = along_cols(load_vector(vec_s.at[s, pl.ds(K_SCALE * C, C)], COL), C)
                         decay = jnp.exp2(vec_s[s, (LOG_GAMMA + 1) * C - 1])
-                        d = v - u.read(halves) * k_scale
-                        # Keys and values past the row's end may be NaN.
-                        masked = partial(jnp.where, iota((C, C), 1) < left, d, 0.0)
-                        d = lax.cond(left < C, masked, lambda d=d: d).astype(dtype)
+                        d = in_row(v - changed(u.read(halves)) * k_scale).astype(dtype)
                         for i in range(halves):
-                            s_new[i].set(state[i] * decay)
+                            s_new[i].set(changed(state[i]) * decay)
                             s_new[i].mma(d, r_s.at[s, i])
                         q_scale = along_cols(load_vector(vec_s.at[s, pl.ds(Q_SCALE * C, C)], COL), C)
-                        o.set(q.read(halves) * q_scale)
+                        o.set(changed(q.read(halves)) * q_scale)
                         for i in range(2):
                             o.mma(d[:, i * HALF : (i + 1) * HALF], tr(w_s.at[s, i]))
                         state_new = tuple(x.read(1) for x in s_new)
                         low_new = tuple(x.astype(dtype) for x in state_new)
-                        return state_new, low_new, o.read().astype(dtype)
+                        return state_new, low_new, o.read().astype(dtype), new_unit
 
                     shapes = [(C, C)] * 3 + [(C, LINE)] * halves
                     carry = accumulate(interpret, shapes, chunk)
@@ -263,27 +268,27 @@ def passing(qkv, values, pool, batch, rows, *, nk, tiles, split, interpret):
                     return carry
 
                 low = tuple(x.astype(dtype) for x in state)
-                carry = (state, low, zero_tile((C, C), dtype))
-                state, _, o = lax.fori_loop(0, n_chunks, step, carry)
+                carry = (state, low, zero_tile((C, C), dtype), unit)
+                state, _, o, unit = lax.fori_loop(0, n_chunks, step, carry)
 
                 # The last output, too, leaves through the values of its chunk.
                 s = stage_of(t + n_chunks)
 
                 @pl.when(last == C)
                 def _():
-                    write_output(o, n_chunks - 1, s)
+                    write_output(o, unit, n_chunks - 1, s)
 
                 @pl.when(last < C)
                 def _():
                     plgpu.commit_smem()
-                    store_values(interpret, v_plain.at[s, m], scaled_output(o), swizzled=False)
+                    store_values(interpret, v_plain.at[s, m], in_full(o, unit), swizzled=False)
                     plgpu.commit_smem()
                     drain(v_plain.at[s, m], start + (n_chunks - 1) * C, last, channel)
 
                 @pl.when(True if not split else segments_g[IS_LAST, part_b] != 0)
                 def _():
                     for i in range(halves):
-                        store_transposed(interpret, part(i), scaled(state[i], 1))
+                        store_transposed(interpret, part(i), in_full(state[i], unit))
 
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 plgpu.barrier_arrive(in_free.at[s])
@@ -450,15 +455,14 @@ def state_block(*refs):
 
 
 def run_pass(
-    qkv, values, w, r, vec, slot_idx, offsets, table, scales, pool, *, nk, tiles, interpret, split=None
+    qkv, values, w, r, vec, slot_idx, offsets, table, pool, *, nk, tiles, interpret, split=None
 ):  # fmt: skip
     """Outputs [T, nv * VD]; `pool` (a Ref) is updated. A CTA for each (row, value head, `tiles` * 64 value columns).
 
     Where rows are short, there are no more CTAs than multiprocessors, and each takes one of these after the other.
 
-    `values` are the float32 tokens that `qkv` was made from, or None if it has the values. With them come `scales`,
-    [2, B, nv]: what values and states are multiplied with when read, outputs and states when written. `split` is None
-    or (`cut_rows`, their initial states): each segment of a row then has its own CTAs, and the last writes the state.
+    `values` are the float32 tokens that `qkv` was made from, or None if it has the values, too. `split` is None or
+    (`cut_rows`, their initial states): each segment of a row then has its own CTAs, and the last writes the state.
     """
     segments, initial = split or (None, None)
     total = qkv.shape[0]
@@ -474,7 +478,7 @@ def run_pass(
     ctas = min(pairs, SMS) if _stay(total, batch) else pairs
 
     def body(*refs):
-        operands, scratch = refs[:13], refs[13:]
+        operands, scratch = refs[:12], refs[12:]
         wg, cta = lax.axis_index("wg"), lax.axis_index("cta")
 
         def pair_of(n):
@@ -497,4 +501,4 @@ def run_pass(
         interpret=interpret,
         kernel_name="gated_delta_chunk_pass",
     )
-    return kernel(qkv, values, w, r, vec, slot_idx, offsets, table, scales, segments, initial, pool)
+    return kernel(qkv, values, w, r, vec, slot_idx, offsets, table, segments, initial, pool)

@@ -24,6 +24,7 @@ from gdn_jax.recurrence.mosaic_gpu_chunked.tiles import (
     accumulate,
     aliases_of,
     along_cols,
+    along_rows,
     copy_target,
     f32,
     i32,
@@ -37,7 +38,11 @@ from gdn_jax.recurrence.mosaic_gpu_chunked.tiles import (
 )
 from gdn_jax.recurrence.mosaic_gpu_chunked.values import (
     bring_values,
+    in_full,
+    in_units,
+    inverse,
     load_values,
+    unit_of,
     value_aliases,
     value_buffer,
     value_parts,
@@ -57,12 +62,12 @@ def cut_rows(offsets, table, total, count):
     return jnp.stack([x.astype(i32).reshape(-1) for x in segments])
 
 
-def segment_maps(qkv, values, r, vec, slot_idx, table, scales, *, count, dims, max_slots, interpret):
+def segment_maps(qkv, values, r, vec, slot_idx, table, *, count, dims, max_slots, interpret):
     """What segments do to the state, as (local, steps): only of the segments that another one follows.
 
     `local`, float32 [B * count, nv, VD, KD], is the transposed state that a segment leaves behind when it starts from
     zeros. `steps` are the states that the unit vectors become with values of zero, transposed: the map from the state
-    before the segment to its share in the state after it. They are sums of two arrays of the tokens' dtype, in tiles:
+    before the segment to its share in the state after it. They are sums of two arrays of 16 bits, in tiles:
     [B * count, nv, (KD / LINE) * 2 * (KD / LINE), LINE, LINE], by rows of tiles, the array, and columns.
     """
     nk, nv, key_dim, value_dim = dims
@@ -71,12 +76,14 @@ def segment_maps(qkv, values, r, vec, slot_idx, table, scales, *, count, dims, m
     stages = 3
     dtype = qkv.dtype
     value_dtype = dtype if values is None else values.dtype
+    # The states may be of any size there, and two of these are exact enough for any.
+    step_dtype = dtype if values is None else jnp.bfloat16
     segments = table.shape[1]
     value_tiles = value_dim // C
     tiles = map_tiles(key_dim, value_dim)
 
     def body(
-        qkv_g, values_g, r_g, vec_g, slot_g, table_g, scale_g, local_g, steps_g,
+        qkv_g, values_g, r_g, vec_g, slot_g, table_g, local_g, steps_g,
         k_u, v_u, r_s, vec_s, in_bar, in_free, done,
     ):  # fmt: skip
         k_rows, k_tiles = aliases_of(interpret, k_u)
@@ -87,9 +94,8 @@ def segment_maps(qkv, values, r, vec, slot_idx, table, scales, *, count, dims, m
         wg = lax.axis_index("wg")
         start, item = table_g[FIRST, segment], table_g[ITEM, segment]
         follows = lax.rem(segment, i32(count)) < count - 1
-        row = lax.div(segment, i32(count))
         follows = follows & (table_g[LENGTH, jnp.minimum(segment + 1, segments - 1)] > 0)
-        live = follows & is_row_of(slot_g[row], max_slots)
+        live = follows & is_row_of(slot_g[lax.div(segment, i32(count))], max_slots)
         # A segment that another one follows is whole chunks.
         n_chunks = jnp.where(live, lax.div(table_g[LENGTH, segment], i32(C)), 0)
 
@@ -101,9 +107,10 @@ def segment_maps(qkv, values, r, vec, slot_idx, table, scales, *, count, dims, m
                 plgpu.set_max_registers(232 if tiles == 2 else 240, action="increase")
             tile = column * tiles + m
             is_map = tile >= value_tiles
-            unit = iota((C, LINE), 0) + (tile - value_tiles) * C  # where a column of the identity has its 1
+            one = iota((C, LINE), 0) + (tile - value_tiles) * C  # where a column of the identity has its 1
 
-            def step(n, state):
+            def step(n, carry):
+                state, unit = carry
                 s = stage_of(n)
                 plgpu.barrier_wait(in_bar.at[s])
 
@@ -111,31 +118,35 @@ def segment_maps(qkv, values, r, vec, slot_idx, table, scales, *, count, dims, m
                     for i in range(halves):
                         u.mma(state[i].astype(dtype), k_tiles.at[s, i].transpose((1, 0)))
                     v = load_values(interpret, v_tiles.at[s, m])
-                    v = v if values is None else v * scale_g[0, row, head]
                     v = jnp.where(is_map, zero_tile((C, C), f32), v)
+                    v, unit_new, changed = in_units(v, unit)
                     k_scale = along_cols(load_vector(vec_s.at[s, pl.ds(K_SCALE * C, C)], COL), C)
                     decay = jnp.exp2(vec_s[s, (LOG_GAMMA + 1) * C - 1])
-                    d = (v - u.read() * k_scale).astype(dtype)
+                    d = (v - changed(u.read()) * k_scale).astype(dtype)
                     for i in range(halves):
-                        s_new[i].set(state[i] * decay)
+                        s_new[i].set(changed(state[i]) * decay)
                         s_new[i].mma(d, r_s.at[s, i])
-                    return tuple(x.read() for x in s_new)
+                    return tuple(x.read() for x in s_new), unit_new
 
-                state = accumulate(interpret, [(C, C)] + [(C, LINE)] * halves, chunk)
+                carry = accumulate(interpret, [(C, C)] + [(C, LINE)] * halves, chunk)
                 if interpret is not None:
                     plgpu.commit_smem()
                 plgpu.barrier_arrive(in_free.at[s])
-                return state
+                return carry
 
             @pl.when(n_chunks > 0)
             def _():
-                state = tuple(jnp.where(iota((C, LINE), 1) + i * LINE == unit, 1.0, 0.0) for i in range(halves))
-                state = lax.fori_loop(0, n_chunks, step, state)
+                state = tuple(jnp.where(iota((C, LINE), 1) + i * LINE == one, 1.0, 0.0) for i in range(halves))
+                unit = None if values is None else unit_of(*state)
+                if unit is not None:
+                    state = tuple(x * along_rows(inverse(unit), LINE) for x in state)
+                state, unit = lax.fori_loop(0, n_chunks, step, (state, unit))
+                state = tuple(in_full(x, unit) for x in state)
 
                 @pl.when(is_map)
                 def _():
                     for i in range(halves):
-                        high = state[i].astype(dtype)
+                        high = state[i].astype(step_dtype)
                         for n, x in enumerate((high, state[i] - high.astype(f32))):
                             store(steps_g.at[segment, head, ((tile - value_tiles) * 2 + n) * halves + i], x)
 
@@ -186,7 +197,7 @@ def segment_maps(qkv, values, r, vec, slot_idx, table, scales, *, count, dims, m
         after_previous(body, interpret),
         out_type=[
             jax.ShapeDtypeStruct((segments, nv, value_dim, key_dim), f32),
-            jax.ShapeDtypeStruct((segments, nv, halves * 2 * halves, LINE, LINE), dtype),
+            jax.ShapeDtypeStruct((segments, nv, halves * 2 * halves, LINE, LINE), step_dtype),
         ],
         grid=((value_tiles + halves) // tiles, nv, segments),
         grid_names=("column", "head", "segment"),
@@ -205,7 +216,7 @@ def segment_maps(qkv, values, r, vec, slot_idx, table, scales, *, count, dims, m
         interpret=interpret,
         kernel_name="gated_delta_chunk_maps",
     )
-    return kernel(qkv, values, r, vec, slot_idx, table, scales)
+    return kernel(qkv, values, r, vec, slot_idx, table)
 
 
 def initial_states(local, steps, states, count, interpret):

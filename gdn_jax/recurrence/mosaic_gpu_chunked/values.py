@@ -6,18 +6,20 @@ tile is needed transposed, in the layout WGMMA. For 16 bits there are instructio
 accesses single words: 8 channels of 4 tokens a warp, which the swizzle spreads over all banks.
 """
 
+from functools import reduce
 from typing import Any
 
 import jax.experimental.mosaic.gpu as mgpu
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
 from gdn_jax._mosaic import store
-from gdn_jax.recurrence.mosaic_gpu_chunked.tiles import WGMMA, C, copy_target, f32
+from gdn_jax.recurrence.mosaic_gpu_chunked.tiles import WGMMA, C, along_rows, copy_target, f32, i32
 from gdn_jax.recurrence.mosaic_gpu_chunked.warp import Warp, shared_address
 
 
@@ -130,3 +132,36 @@ def _places(memory, swizzled):
                 ]
             )
     return places
+
+
+def in_units(v, unit):
+    """(v, unit, changed) with float32 values of the rows of a tile counted in units, `v` alone where that is None.
+
+    The new units are the old ones where they are not smaller than the largest value; `changed` counts in them what was
+    counted in the old ones.
+    """
+    if unit is None:
+        return v, None, lambda x: x
+    new = jnp.maximum(unit, unit_of(v))
+    ratio = unit * inverse(new)
+    return v * along_rows(inverse(new), C), new, lambda x: x * along_rows(ratio, x.shape[1])
+
+
+def in_full(x, unit):
+    """What `x` counts in units, in float32; `x` where there are none."""
+    return x if unit is None else x.astype(f32) * along_rows(unit, x.shape[1])
+
+
+def unit_of(*tiles):
+    """The largest power of two in each row of these tiles, float32 [C]: at most 2^100 from 1, so it has an inverse."""
+    largest = reduce(jnp.maximum, [jnp.max(jnp.abs(x), axis=1) for x in tiles])
+    return lax.bitcast_convert_type(jnp.clip(_exponent_bits(largest), 27 << 23, 227 << 23), f32)
+
+
+def _exponent_bits(x):
+    return lax.bitcast_convert_type(x, i32) & 0x7F800000
+
+
+def inverse(unit):
+    """Of powers of two."""
+    return lax.bitcast_convert_type((254 << 23) - _exponent_bits(unit), f32)
