@@ -153,9 +153,9 @@ def in_full(x, unit):
 
 
 def unit_of(*tiles):
-    """The largest power of two in each row of these tiles, float32 [C]: at most 2^100 from 1, so it has an inverse."""
+    """The largest power of two in each row of these tiles, float32 [C]: one that has an inverse in float32."""
     largest = reduce(jnp.maximum, [jnp.max(jnp.abs(x), axis=1) for x in tiles])
-    return lax.bitcast_convert_type(jnp.clip(_exponent_bits(largest), 27 << 23, 227 << 23), f32)
+    return lax.bitcast_convert_type(jnp.clip(_exponent_bits(largest), 1 << 23, 253 << 23), f32)
 
 
 def _exponent_bits(x):
