@@ -30,10 +30,9 @@ import jax.numpy as jnp
 from gdn_jax._ragged import is_live, read_rows
 from gdn_jax.recurrence.mosaic_gpu_chunked.both import run_both
 from gdn_jax.recurrence.mosaic_gpu_chunked.carry import run_pass
-from gdn_jax.recurrence.mosaic_gpu_chunked.normalise import run_normalise
 from gdn_jax.recurrence.mosaic_gpu_chunked.prepare import heads_at_once, pad_gates, run_prepare
 from gdn_jax.recurrence.mosaic_gpu_chunked.split import cut_rows, initial_states, map_tiles, segment_maps
-from gdn_jax.recurrence.mosaic_gpu_chunked.tiles import SMS, C, f32, row_table
+from gdn_jax.recurrence.mosaic_gpu_chunked.tiles import SMS, C, row_table
 
 
 def _dims(qkv, recurrent_state):
@@ -90,7 +89,6 @@ def recurrence(
     del algorithm, precision
     nk, nv, key_dim, value_dim = _dims(qkv, recurrent_state)
     total = qkv.shape[0]
-    dtype = qkv.dtype
     short = max(C - total, 0)
     # Copies and loads take whole chunks of the token arrays, so there must be one. Clamping offsets to the
     # true T first keeps the tokens added here out of every row.
@@ -98,9 +96,6 @@ def recurrence(
     qkv, decay, beta = [jnp.pad(x, ((0, short), (0, 0))) if short else x for x in (qkv, decay, beta)]
     decay, beta = pad_gates(decay, nk), pad_gates(beta, nk)
     table = row_table(offsets, has_initial_state, total + short)
-    values = None
-    if dtype == f32:
-        qkv, values = run_normalise(qkv, nk=nk, key_dim=key_dim, interpret=interpret), qkv
     count = _num_segments(total, slot_idx.shape[0], nv, key_dim, value_dim)
     workers = (
         _num_workers(total, slot_idx.shape[0], nk, nv, key_dim, value_dim) if count == 1 and interpret is None else 0
@@ -108,20 +103,20 @@ def recurrence(
     if workers:
         pool = jax.new_ref(recurrent_state)
         out = run_both(
-            qkv, values, decay, beta, slot_idx, offsets, table, pool,
-            nk=nk, workers=workers, normalise=dtype != f32,
+            qkv, decay, beta, slot_idx, offsets, table, pool,
+            nk=nk, workers=workers,
         )[:total]  # fmt: skip
     else:
-        w, r, vec = run_prepare(
+        w, r, vec, *kq = run_prepare(
             qkv, decay, beta, slot_idx, offsets, table,
-            nk=nk, nv=nv, key_dim=key_dim, max_slots=recurrent_state.shape[0], normalise=dtype != f32,
-            interpret=interpret,
+            nk=nk, nv=nv, key_dim=key_dim, max_slots=recurrent_state.shape[0], interpret=interpret,
         )  # fmt: skip
+        kq = kq[0] if kq else None
         split = None
         if count > 1:
             segments = cut_rows(offsets, table, total, count)
             local, steps = segment_maps(
-                qkv, values, r, vec, slot_idx, segments,
+                qkv, kq, r, vec, slot_idx, segments,
                 count=count, dims=(nk, nv, key_dim, value_dim), max_slots=recurrent_state.shape[0], interpret=interpret,
             )  # fmt: skip
             live = is_live(slot_idx, recurrent_state.shape[0])
@@ -129,7 +124,7 @@ def recurrence(
             split = segments, initial_states(local, steps, states, count, interpret)
         pool = jax.new_ref(recurrent_state)
         out = run_pass(
-            qkv, values, w, r, vec, slot_idx, offsets, table, pool,
+            qkv, kq, w, r, vec, slot_idx, offsets, table, pool,
             nk=nk, tiles=_tiles(slot_idx.shape[0] * count, nv, key_dim, value_dim), interpret=interpret, split=split,
         )[:total]  # fmt: skip
     return out, jax.freeze(pool)

@@ -29,6 +29,7 @@ from gdn_jax.recurrence.mosaic_gpu_chunked.tiles import (
     along_cols,
     along_rows,
     copy_target,
+    f16,
     f32,
     first_item,
     i32,
@@ -54,19 +55,16 @@ from gdn_jax.recurrence.mosaic_gpu_chunked.values import (
 )
 
 
-def passing(qkv, values, pool, batch, rows, *, nk, tiles, split, interpret):
-    """(what a CTA does, buffers, barriers): one (row, value head, columns), or several one after the other.
-
-    `values` are the float32 tokens that `qkv` was made from, or None if it has the values, too.
-    """
+def passing(qkv, pool, batch, rows, *, nk, tiles, split, interpret):
+    """(what a CTA does, buffers, barriers): one (row, value head, columns), or several one after the other."""
     total = qkv.shape[0]
     max_slots, nv, key_dim, value_dim = pool.shape
     group = nv // nk
     halves = key_dim // LINE
-    stages = num_stages(key_dim, tiles, values is not None)
-    dtype = qkv.dtype
-    value_dtype = dtype if values is None else values.dtype
-    parts = value_parts(value_dtype)
+    wide = qkv.dtype == f32
+    stages = num_stages(key_dim, tiles, wide)
+    dtype = f16 if wide else qkv.dtype
+    parts = value_parts(qkv.dtype)
     width = tiles * C
     # Registers a thread, of 65536 a CTA: accumulators where the products are, few where only copies are issued.
     math_registers = 232 if tiles == 2 else 240
@@ -74,8 +72,7 @@ def passing(qkv, values, pool, batch, rows, *, nk, tiles, split, interpret):
 
     def work(operands, buffers, wg, count, pair_of, await_item=None):
         """The states `pair_of(0)` to `pair_of(count - 1)`, each as (row, value head, columns), one after the other."""
-        qkv_g, values_g, w_g, r_g, vec_g, slot_g, off_g, table_g, segments_g, initial_g, pool_g, o_g = operands
-        values_g = qkv_g if values_g is None else values_g
+        qkv_g, kq_g, w_g, r_g, vec_g, slot_g, off_g, table_g, segments_g, initial_g, pool_g, o_g = operands
         (q_rows, q_tiles), (k_rows, k_tiles), (v_rows, v_tiles, v_plain), r_s, state_s, w_s, vec_s, *barriers = buffers
         in_bar, state_in, in_free, done = barriers
 
@@ -211,7 +208,7 @@ def passing(qkv, values, pool, batch, rows, *, nk, tiles, split, interpret):
                 # With float32 tokens, states and outputs are counted in units of their own for each value column, so
                 # that they fit into float16: the largest power of two that was in its values so far, or its state.
                 unit = None
-                if values is not None:
+                if wide:
                     unit = unit_of(*state)
                     state = tuple(x * along_rows(inverse(unit), LINE) for x in state)
 
@@ -298,7 +295,7 @@ def passing(qkv, values, pool, batch, rows, *, nk, tiles, split, interpret):
                 @pl.when(jnp.logical_not(live))
                 def _():
                     plain = v_plain.at[s0, m]
-                    store_values(interpret, plain, zero_tile((C, C), value_dtype), swizzled=False)
+                    store_values(interpret, plain, zero_tile((C, C), qkv.dtype), swizzled=False)
                     plgpu.commit_smem()
 
                     @pl.when(b < rows)
@@ -364,17 +361,22 @@ def passing(qkv, values, pool, batch, rows, *, nk, tiles, split, interpret):
                     await_item(head, item + n)
                 s = claim(t + 1 + n)
 
-                def copy(channel, target):
+                def copy(kind, i, target):
+                    """Half i of the keys (0) or queries (1)."""
+                    channel = (kind * key_dim * -nk) + (nk + key_head) * key_dim + i * LINE
                     source = qkv_g.at[pl.ds(start + n * C, C), pl.ds(channel, LINE)]
+                    if wide:
+                        part = lax.div(head, i32(nv // kq_g.shape[1]))
+                        source = kq_g.at[item + n, part, kind, i]
                     plgpu.copy_gmem_to_smem(source, target, in_bar.at[s])
 
                 for i in range(halves):
-                    copy((nk + key_head) * key_dim + i * LINE, k_rows.at[s, i])
+                    copy(0, i, k_rows.at[s, i])
                 for m in range(tiles):
                     channel = 2 * nk * key_dim + head * value_dim + first_column + m * C
-                    bring_values(values_g, start + n * C, channel, v_rows.at[s, m], in_bar.at[s])
+                    bring_values(qkv_g, start + n * C, channel, v_rows.at[s, m], in_bar.at[s])
                 for i in range(halves):
-                    copy(key_head * key_dim + i * LINE, q_rows.at[s, i])
+                    copy(1, i, q_rows.at[s, i])
                 plgpu.copy_gmem_to_smem(vec_g.at[item + n, head], vec_s.at[s], in_bar.at[s])
                 plgpu.copy_gmem_to_smem(r_g.at[item + n, head], r_s.at[s], in_bar.at[s])
                 w = w_g.at[item + n, head]
@@ -396,7 +398,7 @@ def passing(qkv, values, pool, batch, rows, *, nk, tiles, split, interpret):
     buffers = [
         target((stages, halves, C, LINE), dtype),
         target((stages, halves, C, LINE), dtype),
-        value_buffer(interpret, (stages, tiles), value_dtype),
+        value_buffer(interpret, (stages, tiles), qkv.dtype),
         target((stages, halves, C, LINE), dtype),
         swizzled_buffer((stages, 2, C, HALF), dtype),
         plgpu.SMEM((stages, NUM_VECTORS * C), f32),
@@ -455,13 +457,13 @@ def state_block(*refs):
 
 
 def run_pass(
-    qkv, values, w, r, vec, slot_idx, offsets, table, pool, *, nk, tiles, interpret, split=None
+    qkv, kq, w, r, vec, slot_idx, offsets, table, pool, *, nk, tiles, interpret, split=None
 ):  # fmt: skip
     """Outputs [T, nv * VD]; `pool` (a Ref) is updated. A CTA for each (row, value head, `tiles` * 64 value columns).
 
     Where rows are short, there are no more CTAs than multiprocessors, and each takes one of these after the other.
 
-    `values` are the float32 tokens that `qkv` was made from, or None if it has the values, too. `split` is None or
+    `kq` are the keys and queries that `run_prepare` has made of float32 tokens, or None. `split` is None or
     (`cut_rows`, their initial states): each segment of a row then has its own CTAs, and the last writes the state.
     """
     segments, initial = split or (None, None)
@@ -470,7 +472,7 @@ def run_pass(
     batch = slot_idx.shape[0]
     rows = batch if segments is None else segments.shape[1]
     work, buffers, barriers = passing(
-        qkv, values, pool, batch, rows,
+        qkv, pool, batch, rows,
         nk=nk, tiles=tiles, split=split is not None, interpret=interpret,
     )  # fmt: skip
     columns = value_dim // (tiles * C)
@@ -491,7 +493,7 @@ def run_pass(
 
     kernel = plgpu.kernel(
         after_previous(body, interpret),
-        out_type=jax.ShapeDtypeStruct((total, nv * value_dim), qkv.dtype if values is None else values.dtype),
+        out_type=jax.ShapeDtypeStruct((total, nv * value_dim), qkv.dtype),
         grid=(ctas,),
         grid_names=("cta",),
         num_threads=tiles + 1,
@@ -501,4 +503,4 @@ def run_pass(
         interpret=interpret,
         kernel_name="gated_delta_chunk_pass",
     )
-    return kernel(qkv, values, w, r, vec, slot_idx, offsets, table, segments, initial, pool)
+    return kernel(qkv, kq, w, r, vec, slot_idx, offsets, table, segments, initial, pool)

@@ -1,48 +1,76 @@
-"""What comes first with float32 tokens: normalised queries and keys for products of 16 bits."""
+"""float32 keys and queries from global memory, normalised for products of 16 bits."""
 
-import jax
+from typing import Any
+
+import jax.experimental.mosaic.gpu as mgpu
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, memref
 
-from gdn_jax._mosaic import EPS, after_previous, load, row_layout, store
-from gdn_jax.recurrence.mosaic_gpu_chunked.tiles import C, f16, i32, params
+from gdn_jax._mosaic import EPS
+from gdn_jax.recurrence.mosaic_gpu_chunked.tiles import LINE, WGMMA, C, along_rows, f16, f32, iota
+from gdn_jax.recurrence.mosaic_gpu_chunked.warp import Warp
 
-PIECE = 16  # tokens that a CTA loads at once
 
+def load_normalised(interpret, tokens, first, valid):
+    """Tokens from the given one on, `valid` of them and then zeros: float16 [C, LINE] arrays side by side.
 
-def run_normalise(qkv, *, nk, key_dim, interpret):
-    """Queries and keys of T >= C float32 tokens: float16 [T, 2 nk KD]. A CTA for each (C tokens, head).
-
-    What tokens of no row hold, and be it NaN, stays in its own place.
+    `tokens`: one head of float32 tokens, [T, KD] in global memory with T >= C.
     """
-    total = qkv.shape[0]
-    blocks = total // C
-    layout = row_layout(key_dim, qkv.dtype.itemsize)
+    tiles = _load_rows(interpret, tokens, first)
 
-    def body(qkv_g, heads_g):
-        place = lax.axis_index("cta")
-        block, head = lax.div(place, i32(2 * nk)), lax.rem(place, i32(2 * nk))
-        first, columns = block * C, pl.ds(head * key_dim, key_dim)
-        # The last block takes what is left as well; where that is no whole piece, some tokens are taken twice.
-        past = jnp.where(block == blocks - 1, total, first + C)
+    def masked():
+        inside = iota((C, LINE), 0) < valid
+        return [jnp.where(inside, x, 0.0) for x in tiles]
 
-        def piece(n, _):
-            tokens = pl.ds(jnp.minimum(first + n * PIECE, total - PIECE), PIECE)
-            x = load(qkv_g.at[tokens, columns], layout)
-            norm = lax.rsqrt(jnp.sum(x * x, axis=1) + EPS)
-            store(heads_g.at[tokens, columns], x * plgpu.layout_cast(lax.broadcast_in_dim(norm, x.shape, (0,)), layout))
+    tiles = lax.cond(valid < C, masked, lambda: tiles)
+    norm = lax.rsqrt(sum(jnp.sum(x * x, axis=1) for x in tiles) + EPS)
+    return [(x * along_rows(norm, LINE)).astype(f16) for x in tiles]
 
-        lax.fori_loop(0, lax.div(past - first + (PIECE - 1), i32(PIECE)), piece, None)
 
-    kernel = plgpu.kernel(
-        after_previous(body, interpret),
-        out_type=jax.ShapeDtypeStruct((total, 2 * nk * key_dim), f16),
-        grid=(blocks * 2 * nk,),
-        grid_names=("cta",),
-        compiler_params=params(),
-        interpret=interpret,
-        kernel_name="gated_delta_chunk_normalise",
-    )
-    return kernel(qkv)
+def _load_rows(interpret, tokens, first) -> Any:
+    """float32 [C, LINE] arrays side by side; past the end of `tokens` the last token is repeated."""
+    total, key_dim = tokens.shape
+    halves = key_dim // LINE
+    if interpret is not None:
+        start = jnp.minimum(first, total - C)
+        x = jnp.roll(tokens[pl.ds(start, C)], start - first, axis=0)
+        return [x[:, i * LINE : (i + 1) * LINE] for i in range(halves)]
+
+    tile = plgpu.ShapeDtypeStruct((C, LINE), jnp.dtype(f32), layout=WGMMA)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT), return_type=[tile] * halves)
+    def load(_, memory, first):
+        warp = Warp()
+        number = warp.number
+        long, pair = ir.IntegerType.get_signless(64), ir.VectorType.get((2,), warp.single)
+        pointer = ir.Type.parse("!llvm.ptr<1>")
+        base, offset, _, _, stride, _ = memref.extract_strided_metadata(memory)
+        base = arith.addi(
+            memref.extract_aligned_pointer_as_index(base), arith.muli(offset, mgpu.c(4, ir.IndexType.get()))
+        )
+        row = arith.addi(first.registers.item(), arith.addi(arith.shli(warp.index, number(4)), warp.row))
+        rows = []
+        for lower in (0, 8):
+            token = arith.minsi(arith.addi(row, number(lower)), number(total - 1))
+            at = arith.muli(arith.extui(long, token), arith.index_cast(long, stride))
+            at = arith.addi(at, arith.extui(long, warp.column))
+            at = arith.addi(arith.index_cast(long, base), arith.shli(at, arith.constant(long, 2)))
+            rows.append(llvm.inttoptr(pointer, at))
+        arrays = []
+        for i in range(halves):
+            registers = np.empty(WGMMA.to_mgpu().registers_shape((C, LINE)), dtype=object)
+            parts = []
+            for n in range(LINE // 4):  # quarters of 8 x 8, as `Warp` has them in a block of 16 x 16
+                column = i * LINE + n // 4 * 16 + n % 4 // 2 * 8
+                place = llvm.getelementptr(pointer, rows[n % 2], [], [column], warp.single, llvm.GEPNoWrapFlags.none)
+                parts.append(llvm.load(pair, place, alignment=8))
+            registers.flat[:] = parts
+            arrays.append(mgpu.FragmentedArray(_registers=registers, _layout=WGMMA.to_mgpu(), _is_signed=None))
+        return arrays
+
+    return load(tokens, first)  # pyright: ignore[reportCallIssue]

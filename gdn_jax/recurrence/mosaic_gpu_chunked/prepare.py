@@ -11,6 +11,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 
 from gdn_jax._mosaic import EPS, after_previous, is_row_of, store, warp_barrier, warpgroup_barrier
+from gdn_jax.recurrence.mosaic_gpu_chunked.normalise import load_normalised
 from gdn_jax.recurrence.mosaic_gpu_chunked.tiles import (
     COL,
     HALF,
@@ -135,7 +136,7 @@ def pad_gates(x, nk):
     return jnp.pad(x, ((0, 0), (0, columns - nv))) if columns > nv else x
 
 
-def preparation(qkv, decay, batch, *, nk, nv, key_dim, max_slots, normalise, interpret):
+def preparation(qkv, decay, batch, *, nk, nv, key_dim, max_slots, interpret):
     """(what a warpgroup does for its places, buffers, barriers, buffers that overlap, types of results).
 
     A place is a chunk and a part of the value heads, `heads_at_once` of one key head. `decay` and beta are those that
@@ -148,7 +149,8 @@ def preparation(qkv, decay, batch, *, nk, nv, key_dim, max_slots, normalise, int
     units = units_of(key_dim)
     width = _gate_columns(heads)
     halves = key_dim // LINE
-    dtype = qkv.dtype
+    wide = qkv.dtype == f32
+    dtype = f16 if wide else qkv.dtype
     scale = key_dim**-0.5
 
     def work(operands, buffers, unit, count, place_of, written=None):
@@ -157,7 +159,7 @@ def preparation(qkv, decay, batch, *, nk, nv, key_dim, max_slots, normalise, int
         What one needs from memory arrives while the one before is computed: only the first has to be waited for.
         `written(item, part)` is called once others may read the results of a place, if it has any.
         """
-        qkv_g, decay_g, beta_g, slot_g, w_g, r_g, vec_g = operands
+        qkv_g, decay_g, beta_g, slot_g, w_g, r_g, vec_g, *kq_g = operands
         *refs, arrived, x_s, blocks_s = buffers
         refs = [ref.at[unit] for ref in (*refs, x_s, blocks_s)]
         rows_s, tiles_s, keys_s, raw_s, w_s, vectors, factors, norms, x_s, blocks_s = refs
@@ -183,7 +185,10 @@ def preparation(qkv, decay, batch, *, nk, nv, key_dim, max_slots, normalise, int
                 for n, head in enumerate((nk + key_head, key_head)):
                     for i in range(halves):
                         source = qkv_g.at[tokens, pl.ds(head * key_dim + i * LINE, LINE)]
-                        plgpu.copy_gmem_to_smem(source, rows_s.at[stage, n, i], bar)
+                        if not wide:
+                            plgpu.copy_gmem_to_smem(source, rows_s.at[stage, n, i], bar)
+                        elif interpret is None:
+                            plgpu.async_prefetch(source)
                 for kind, source in enumerate((decay_g, beta_g)):
                     source = source.at[tokens, pl.ds(first_column(part), width)]
                     plgpu.copy_gmem_to_smem(source, raw_s.at[stage, kind], bar)
@@ -209,15 +214,24 @@ def preparation(qkv, decay, batch, *, nk, nv, key_dim, max_slots, normalise, int
             return place, after
 
         def compute(place, stage, turn_over):
-            item, part, _, valid = place
+            item, part, t0, valid = place
             raw_tiles = tiles_s.at[stage]
+            if wide:
+                key_head = lax.div(part * heads, i32(group))
+                for n, head in enumerate((nk + key_head, key_head)):
+                    source = qkv_g.at[:, pl.ds(head * key_dim, key_dim)]
+                    for i, x in enumerate(load_normalised(interpret, source, t0, valid)):
+                        raw_tiles.at[n, i][...] = x
+                plgpu.commit_smem()
+                for n in range(2):
+                    plgpu.copy_smem_to_gmem(raw_tiles.at[n], kq_g[0].at[item, part, n])
             plgpu.barrier_wait(arrived.at[2 * unit + stage])
 
             @pl.when(valid < C)
             def _():
                 """Past the row's end zeros and decays of 1, whatever lies there."""
                 token, inside = iota((C,), 0, ROW), iota((C, LINE), 0) < valid
-                for n in range(2):
+                for n in range(0 if wide else 2):
                     for i in range(halves):
                         x = plgpu.load(raw_tiles.at[n, i], layout=WGMMA)
                         raw_tiles.at[n, i][...] = jnp.where(inside, x, jnp.zeros_like(x))
@@ -234,7 +248,7 @@ def preparation(qkv, decay, batch, *, nk, nv, key_dim, max_slots, normalise, int
                     keys = raw_keys.at[i].transpose((1, 0))
                     kk_acc.mma(raw_keys.at[i], keys)
                     qk_acc.mma(raw_queries.at[i], keys)
-                if not normalise:
+                if wide:
                     return kk_acc.read(), qk_acc.read()
                 key, query = [[plgpu.load(raw_tiles.at[n, i], layout=WGMMA) for i in range(halves)] for n in range(2)]
                 rk, rq = [lax.rsqrt(sum_of_squares(interpret, *x) + EPS) for x in (key, query)]
@@ -245,12 +259,12 @@ def preparation(qkv, decay, batch, *, nk, nv, key_dim, max_slots, normalise, int
 
             kk, qk, *normalised = accumulate(interpret, [(C, C), (C, C)], products)
             rk = rq = zero_tile((C,), f32, ROW) + 1.0
-            if not normalise:
+            if wide:
                 for n in range(2):
                     store(norms.at[n], rk)
             turn_over()  # and all warps are through with the products
-            key_s = (keys_s if normalise else tiles_s).at[stage, 0]
-            if normalise:
+            key_s = (tiles_s if wide else keys_s).at[stage, 0]
+            if not wide:
                 rk, rq, *key = normalised
                 # A square that overflows has the reciprocal norm 0, and then products may be infinite, or NaN: nothing
                 # is left of them. Where both squares are finite, so is the product.
@@ -292,8 +306,8 @@ def preparation(qkv, decay, batch, *, nk, nv, key_dim, max_slots, normalise, int
                     ratio = along_rows(load_vector(log_gamma, ROW), C) - along_cols(load_vector(log_gamma, COL), C)
                     ratio = jnp.exp2(ratio) * along_cols(load_vector(factors.at[slot, 0], COL), C)
                     r_scale = along_rows(load_vector(factors.at[slot, 1], ROW), LINE)
-                    # The results of the head before have left their buffers.
-                    pl.when(n > 0)(lambda: plgpu.wait_smem_to_gmem(0, wait_read_only=True))
+                    # The results of the head before, or the queries, have left their buffers.
+                    pl.when((n > 0) | wide)(lambda: plgpu.wait_smem_to_gmem(0, wait_read_only=True))
                     # Above the diagonal the ratio may overflow.
                     w = lower_part(interpret, (w_acc.read(halves) * ratio).astype(dtype))
                     for i in range(2):
@@ -331,26 +345,30 @@ def preparation(qkv, decay, batch, *, nk, nv, key_dim, max_slots, normalise, int
     ]
     if interpret is not None:  # where aliases are buffers of their own
         buffers.insert(1, swizzled_buffer(tokens, f16))
-    barriers = [plgpu.Barrier(num_arrivals=2 * halves + 2, num_barriers=2 * units)]
+    barriers = [plgpu.Barrier(num_arrivals=2 if wide else 2 * halves + 2, num_barriers=2 * units)]
     results = [
         jax.ShapeDtypeStruct((items, nv, C + HALF, HALF), dtype),
         jax.ShapeDtypeStruct((items, nv, halves, C, LINE), dtype),
         jax.ShapeDtypeStruct((items, nv, NUM_VECTORS * C), f32),
     ]
+    if wide:
+        results.append(jax.ShapeDtypeStruct((items, nv // heads, 2, halves, C, LINE), dtype))
     return work, buffers, barriers, overlay, results
 
 
-def run_prepare(qkv, decay, beta, slot_idx, offsets, table, *, nk, nv, key_dim, max_slots, normalise, interpret):
+def run_prepare(qkv, decay, beta, slot_idx, offsets, table, *, nk, nv, key_dim, max_slots, interpret):
     """W [items, nv, C + HALF, HALF], R [items, nv, key_dim / LINE, C, LINE] and vectors [items, nv, NUM_VECTORS * C].
 
     W comes as its two tiles of HALF columns, of which the second begins at row HALF: it is zero above. W and R have the
-    dtype of the tokens, the vectors are float32. The warpgroups of a CTA on every multiprocessor take places in turns.
+    dtype of the tokens, float16 if that is float32, the vectors are float32. Of float32 tokens there are normalised
+    keys and queries, too, [items, parts of the value heads, 2, key_dim / LINE, C, LINE]. The warpgroups of a CTA on
+    every multiprocessor take places in turns.
     """
     total = decay.shape[0]
     batch = slot_idx.shape[0]
     work, buffers, barriers, overlay, results = preparation(
         qkv, decay, batch,
-        nk=nk, nv=nv, key_dim=key_dim, max_slots=max_slots, normalise=normalise, interpret=interpret,
+        nk=nk, nv=nv, key_dim=key_dim, max_slots=max_slots, interpret=interpret,
     )  # fmt: skip
     parts = nv // heads_at_once(nv // nk)
     items = total // C + batch
@@ -359,7 +377,8 @@ def run_prepare(qkv, decay, beta, slot_idx, offsets, table, *, nk, nv, key_dim, 
     units = units_of(key_dim)
     takers = ctas * units
 
-    def body(qkv_g, decay_g, beta_g, slot_g, off_g, table_g, w_g, r_g, vec_g, tokens_u, *scratch):
+    def body(qkv_g, decay_g, beta_g, slot_g, off_g, table_g, *refs):
+        results_g, (tokens_u, *scratch) = refs[: len(results)], refs[len(results) :]
         *scratch, overlay = scratch if interpret is None else (*scratch[:-2], [[x] for x in scratch[-2:]])
         scratch = *aliases_of(interpret, tokens_u), *scratch, *[ref for (ref,) in overlay]
         wg = lax.axis_index("wg")
@@ -378,7 +397,7 @@ def run_prepare(qkv, decay, beta, slot_idx, offsets, table, *, nk, nv, key_dim, 
             return item, part, b, start, length, item - first_item(table_g, b, length, items)
 
         count = lax.div(used + (takers - 1), i32(takers))
-        work((qkv_g, decay_g, beta_g, slot_g, w_g, r_g, vec_g), scratch, wg, count, place_of)
+        work((qkv_g, decay_g, beta_g, slot_g, *results_g), scratch, wg, count, place_of)
 
     kernel = plgpu.kernel(
         after_previous(body, interpret),

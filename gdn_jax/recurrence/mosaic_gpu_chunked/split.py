@@ -26,6 +26,7 @@ from gdn_jax.recurrence.mosaic_gpu_chunked.tiles import (
     along_cols,
     along_rows,
     copy_target,
+    f16,
     f32,
     i32,
     iota,
@@ -62,7 +63,7 @@ def cut_rows(offsets, table, total, count):
     return jnp.stack([x.astype(i32).reshape(-1) for x in segments])
 
 
-def segment_maps(qkv, values, r, vec, slot_idx, table, *, count, dims, max_slots, interpret):
+def segment_maps(qkv, kq, r, vec, slot_idx, table, *, count, dims, max_slots, interpret):
     """What segments do to the state, as (local, steps): only of the segments that another one follows.
 
     `local`, float32 [B * count, nv, VD, KD], is the transposed state that a segment leaves behind when it starts from
@@ -74,21 +75,20 @@ def segment_maps(qkv, values, r, vec, slot_idx, table, *, count, dims, max_slots
     group = nv // nk
     halves = key_dim // LINE
     stages = 3
-    dtype = qkv.dtype
-    value_dtype = dtype if values is None else values.dtype
-    # The states may be of any size there, and two of these are exact enough for any.
-    step_dtype = dtype if values is None else jnp.bfloat16
+    wide = qkv.dtype == f32
+    dtype = f16 if wide else qkv.dtype
+    # With float32 tokens, states may be of any size, and two of these are exact enough.
+    step_dtype = jnp.bfloat16 if wide else dtype
     segments = table.shape[1]
     value_tiles = value_dim // C
     tiles = map_tiles(key_dim, value_dim)
 
     def body(
-        qkv_g, values_g, r_g, vec_g, slot_g, table_g, local_g, steps_g,
+        qkv_g, kq_g, r_g, vec_g, slot_g, table_g, local_g, steps_g,
         k_u, v_u, r_s, vec_s, in_bar, in_free, done,
     ):  # fmt: skip
         k_rows, k_tiles = aliases_of(interpret, k_u)
         v_rows, v_tiles, _ = value_aliases(interpret, v_u)
-        values_g = qkv_g if values_g is None else values_g
         segment, head, column = [lax.axis_index(name) for name in ("segment", "head", "column")]
         key_head = lax.div(head, i32(group))
         wg = lax.axis_index("wg")
@@ -137,7 +137,7 @@ def segment_maps(qkv, values, r, vec, slot_idx, table, *, count, dims, max_slots
             @pl.when(n_chunks > 0)
             def _():
                 state = tuple(jnp.where(iota((C, LINE), 1) + i * LINE == one, 1.0, 0.0) for i in range(halves))
-                unit = None if values is None else unit_of(*state)
+                unit = unit_of(*state) if wide else None
                 if unit is not None:
                     state = tuple(x * along_rows(inverse(unit), LINE) for x in state)
                 state, unit = lax.fori_loop(0, n_chunks, step, (state, unit))
@@ -170,17 +170,16 @@ def segment_maps(qkv, values, r, vec, slot_idx, table, *, count, dims, max_slots
                 def _():
                     plgpu.barrier_wait(in_free.at[s])
 
-                def copy(channel, target):
-                    source = qkv_g.at[pl.ds(start + n * C, C), pl.ds(channel, LINE)]
-                    plgpu.copy_gmem_to_smem(source, target, in_bar.at[s])
-
                 for i in range(halves):
-                    copy((nk + key_head) * key_dim + i * LINE, k_rows.at[s, i])
+                    source = qkv_g.at[pl.ds(start + n * C, C), pl.ds((nk + key_head) * key_dim + i * LINE, LINE)]
+                    if wide:
+                        source = kq_g.at[item + n, lax.div(head, i32(nv // kq_g.shape[1])), 0, i]
+                    plgpu.copy_gmem_to_smem(source, k_rows.at[s, i], in_bar.at[s])
                 plgpu.copy_gmem_to_smem(vec_g.at[item + n, head], vec_s.at[s], in_bar.at[s])
                 for m in range(tiles):
                     tile = jnp.minimum(column * tiles + m, value_tiles - 1)  # not used by a map
                     channel = 2 * nk * key_dim + head * value_dim + tile * C
-                    bring_values(values_g, start + n * C, channel, v_rows.at[s, m], in_bar.at[s])
+                    bring_values(qkv_g, start + n * C, channel, v_rows.at[s, m], in_bar.at[s])
                 plgpu.copy_gmem_to_smem(r_g.at[item + n, head], r_s.at[s], in_bar.at[s])
 
             lax.fori_loop(0, n_chunks, bring, None)
@@ -205,10 +204,10 @@ def segment_maps(qkv, values, r, vec, slot_idx, table, *, count, dims, max_slots
         thread_name="wg",
         scratch_types=[
             copy_target(interpret, (stages, halves, C, LINE), dtype),
-            value_buffer(interpret, (stages, tiles), value_dtype),
+            value_buffer(interpret, (stages, tiles), qkv.dtype),
             swizzled_buffer((stages, halves, C, LINE), dtype),
             plgpu.SMEM((stages, NUM_VECTORS * C), f32),
-            bar(num_arrivals=halves + tiles * value_parts(value_dtype) + 2, num_barriers=stages),
+            bar(num_arrivals=halves + tiles * value_parts(qkv.dtype) + 2, num_barriers=stages),
             bar(num_arrivals=tiles, num_barriers=stages),
             bar(num_arrivals=tiles + 1),
         ],
@@ -216,7 +215,7 @@ def segment_maps(qkv, values, r, vec, slot_idx, table, *, count, dims, max_slots
         interpret=interpret,
         kernel_name="gated_delta_chunk_maps",
     )
-    return kernel(qkv, values, r, vec, slot_idx, table)
+    return kernel(qkv, kq, r, vec, slot_idx, table)
 
 
 def initial_states(local, steps, states, count, interpret):
