@@ -21,6 +21,7 @@ from gdn_jax.recurrence.mosaic_gpu_chunked.tiles import (
     LOG_GAMMA,
     NUM_VECTORS,
     Q_SCALE,
+    ROW,
     ROWS,
     SMS,
     C,
@@ -48,6 +49,7 @@ from gdn_jax.recurrence.mosaic_gpu_chunked.values import (
     in_units,
     inverse,
     load_values,
+    rescaled,
     store_values,
     unit_of,
     value_buffer,
@@ -63,6 +65,7 @@ def passing(qkv, pool, batch, rows, *, nk, tiles, split, interpret):
     halves = key_dim // LINE
     wide = qkv.dtype == f32
     stages = num_stages(key_dim, tiles, wide)
+    ahead = wide and stages > 1  # values are taken a chunk ahead
     dtype = f16 if wide else qkv.dtype
     parts = value_parts(qkv.dtype)
     width = tiles * C
@@ -205,55 +208,84 @@ def passing(qkv, pool, batch, rows, *, nk, tiles, split, interpret):
                 )
                 release(s0)
 
-                # With float32 tokens, states and outputs are counted in units of their own for each value column, so
-                # that they fit into float16: the largest power of two that was in its values so far, or its state.
-                unit = None
-                if wide:
-                    unit = unit_of(*state)
-                    state = tuple(x * along_rows(inverse(unit), LINE) for x in state)
-
                 def write_output(o, unit, n, s):
                     """Through the buffer of values of chunk n + 1: a warp has read just what it overwrites."""
                     store_values(interpret, v_tiles.at[s, m], in_full(o, unit))
                     plgpu.commit_smem()
                     send(v_rows.at[s, m], 0, C, start + n * C, channel)
 
-                def step(n, carry):
-                    state, low, before, unit = carry
-                    s = stage_of(t + 1 + n)
+                def in_row(x, n):
+                    """Without what is past the row's end, which may be NaN."""
                     left = length - n * C
-                    plgpu.barrier_wait(in_bar.at[s])
+                    masked = partial(jnp.where, iota((C, C), 1) < left, x, 0.0)
+                    return lax.cond(left < C, masked, lambda: x)
+
+                def wait_for(n):
+                    plgpu.barrier_wait(in_bar.at[stage_of(t + 1 + n)])
+
+                def take_values(n, unit):
+                    """With float32 tokens, states and values are counted in units, so that they fit into float16.
+
+                    A value column's unit is the largest power of two that was in its state or its values so far.
+                    Returns the values, the units with these, and what to multiply with what counts in those before.
+                    """
+                    v = in_row(load_values(interpret, v_tiles.at[stage_of(t + 1 + n), m]), n)
+                    return in_units(v, unit)
+
+                def take_ahead(n, unit):
+                    wait_for(n)
+                    return take_values(n, unit)
+
+                v = None
+                unit = None
+                if wide:
+                    unit = unit_of(*state)
+                    state = tuple(x * along_rows(inverse(unit), LINE) for x in state)
+                    if ahead:
+                        v, unit, change = take_ahead(0, unit)
+                        state = rescaled(interpret, state, change)
+
+                def step(n, carry):
+                    state, low, before, unit, v = carry
+                    s = stage_of(t + 1 + n)
+                    if not ahead:
+                        wait_for(n)
+                        if wide:
+                            v, unit, change = take_values(n, unit)
+                            state = rescaled(interpret, state, change)
+                            low = tuple(x.astype(dtype) for x in state)
 
                     def chunk(u, q, o, *s_new):
                         for i in range(halves):
                             u.mma(low[i], tr(k_tiles.at[s, i]))
                         for i in range(halves):
                             q.mma(low[i], tr(q_tiles.at[s, i]))
-                        v = load_values(interpret, v_tiles.at[s, m])
-
-                        def in_row(x):
-                            """Without what is past the row's end, which may be NaN."""
-                            masked = partial(jnp.where, iota((C, C), 1) < left, x, 0.0)
-                            return lax.cond(left < C, masked, lambda: x)
+                        now = v if wide else load_values(interpret, v_tiles.at[s, m])
 
                         @pl.when(n > 0)
                         def _():
-                            write_output(before, unit, n - 1, s)
+                            write_output(*before, n - 1, s)
 
-                        v, new_unit, changed = in_units(v if unit is None else in_row(v), unit)
                         k_scale = along_cols(load_vector(vec_s.at[s, pl.ds(K_SCALE * C, C)], COL), C)
                         decay = jnp.exp2(vec_s[s, (LOG_GAMMA + 1) * C - 1])
-                        d = in_row(v - changed(u.read(halves)) * k_scale).astype(dtype)
+                        d = in_row(now - u.read(halves) * k_scale, n).astype(dtype)
                         for i in range(halves):
-                            s_new[i].set(changed(state[i]) * decay)
+                            s_new[i].set(state[i] * decay)
                             s_new[i].mma(d, r_s.at[s, i])
                         q_scale = along_cols(load_vector(vec_s.at[s, pl.ds(Q_SCALE * C, C)], COL), C)
-                        o.set(changed(q.read(halves)) * q_scale)
+                        o.set(q.read(halves) * q_scale)
                         for i in range(2):
                             o.mma(d[:, i * HALF : (i + 1) * HALF], tr(w_s.at[s, i]))
+                        after = None, unit, None
+                        if ahead:
+                            none = v, unit, zero_tile((C,), f32, ROW) + 1.0
+                            after = lax.cond(n < n_chunks - 1, partial(take_ahead, n + 1, unit), lambda: none)
+                        v_new, unit_new, change = after
                         state_new = tuple(x.read(1) for x in s_new)
+                        if ahead:
+                            state_new = rescaled(interpret, state_new, change)
                         low_new = tuple(x.astype(dtype) for x in state_new)
-                        return state_new, low_new, o.read().astype(dtype), new_unit
+                        return state_new, low_new, (o.read().astype(dtype), unit), unit_new, v_new
 
                     shapes = [(C, C)] * 3 + [(C, LINE)] * halves
                     carry = accumulate(interpret, shapes, chunk)
@@ -265,20 +297,20 @@ def passing(qkv, pool, batch, rows, *, nk, tiles, split, interpret):
                     return carry
 
                 low = tuple(x.astype(dtype) for x in state)
-                carry = (state, low, zero_tile((C, C), dtype), unit)
-                state, _, o, unit = lax.fori_loop(0, n_chunks, step, carry)
+                carry = (state, low, (zero_tile((C, C), dtype), unit), unit, v)
+                state, _, last_output, unit, _ = lax.fori_loop(0, n_chunks, step, carry)
 
                 # The last output, too, leaves through the values of its chunk.
                 s = stage_of(t + n_chunks)
 
                 @pl.when(last == C)
                 def _():
-                    write_output(o, unit, n_chunks - 1, s)
+                    write_output(*last_output, n_chunks - 1, s)
 
                 @pl.when(last < C)
                 def _():
                     plgpu.commit_smem()
-                    store_values(interpret, v_plain.at[s, m], in_full(o, unit), swizzled=False)
+                    store_values(interpret, v_plain.at[s, m], in_full(*last_output), swizzled=False)
                     plgpu.commit_smem()
                     drain(v_plain.at[s, m], start + (n_chunks - 1) * C, last, channel)
 

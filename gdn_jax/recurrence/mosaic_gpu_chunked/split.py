@@ -114,19 +114,25 @@ def segment_maps(qkv, kq, r, vec, slot_idx, table, *, count, dims, max_slots, in
                 s = stage_of(n)
                 plgpu.barrier_wait(in_bar.at[s])
 
-                def chunk(u, *s_new):
+                def chunk(u, *s_new, unit=unit):
                     for i in range(halves):
                         u.mma(state[i].astype(dtype), k_tiles.at[s, i].transpose((1, 0)))
                     v = load_values(interpret, v_tiles.at[s, m])
                     v = jnp.where(is_map, zero_tile((C, C), f32), v)
-                    v, unit_new, changed = in_units(v, unit)
+                    change = None
+                    if wide:
+                        v, unit, change = in_units(v, unit)
+
+                    def changed(x):
+                        return x * along_rows(change, x.shape[1]) if wide else x
+
                     k_scale = along_cols(load_vector(vec_s.at[s, pl.ds(K_SCALE * C, C)], COL), C)
                     decay = jnp.exp2(vec_s[s, (LOG_GAMMA + 1) * C - 1])
                     d = (v - changed(u.read()) * k_scale).astype(dtype)
                     for i in range(halves):
                         s_new[i].set(changed(state[i]) * decay)
                         s_new[i].mma(d, r_s.at[s, i])
-                    return tuple(x.read() for x in s_new), unit_new
+                    return tuple(x.read() for x in s_new), unit
 
                 carry = accumulate(interpret, [(C, C)] + [(C, LINE)] * halves, chunk)
                 if interpret is not None:

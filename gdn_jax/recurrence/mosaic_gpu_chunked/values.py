@@ -19,7 +19,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
 from gdn_jax._mosaic import store
-from gdn_jax.recurrence.mosaic_gpu_chunked.tiles import WGMMA, C, along_rows, copy_target, f32, i32
+from gdn_jax.recurrence.mosaic_gpu_chunked.tiles import ROW, WGMMA, C, along_rows, copy_target, f32, i32
 from gdn_jax.recurrence.mosaic_gpu_chunked.warp import Warp, shared_address
 
 
@@ -135,16 +135,35 @@ def _places(memory, swizzled):
 
 
 def in_units(v, unit):
-    """(v, unit, changed) with float32 values of the rows of a tile counted in units, `v` alone where that is None.
+    """(v, unit, change): float32 values counted in units of their rows, which are now at least those of the values.
 
-    The new units are the old ones where they are not smaller than the largest value; `changed` counts in them what was
-    counted in the old ones.
+    `change` is what to multiply with what counts in the units before.
     """
-    if unit is None:
-        return v, None, lambda x: x
     new = jnp.maximum(unit, unit_of(v))
-    ratio = unit * inverse(new)
-    return v * along_rows(inverse(new), C), new, lambda x: x * along_rows(ratio, x.shape[1])
+    return v * along_rows(inverse(new), C), new, unit * inverse(new)
+
+
+def rescaled(interpret, tiles, change):
+    """Tiles with their rows multiplied by powers of two; a warp in which all are 1 has nothing to do."""
+
+    def multiply():
+        return tuple(x * along_rows(change, x.shape[1]) for x in tiles)
+
+    if interpret is not None:
+        return multiply()
+
+    splat = plgpu.Layout.WG_SPLAT
+
+    @plgpu.inline_mgpu(arg_types=(ROW,), return_type=plgpu.ShapeDtypeStruct((), jnp.dtype(i32), layout=splat))
+    def any_change(_, change):
+        warp = Warp()
+        bits = [llvm.bitcast(warp.word, vector.extract(x, [], [0])) for x in change.registers.flat]
+        differ = reduce(arith.ori, [arith.xori(x, warp.number(0x3F800000)) for x in bits])
+        text = "{ .reg .pred p; setp.ne.u32 p, $1, 0; vote.sync.any.pred p, p, 0xffffffff; selp.b32 $0, 1, 0, p; }"
+        found = llvm.inline_asm(warp.word, [differ], text, "=r,r", has_side_effects=True)
+        return mgpu.FragmentedArray.splat(found, (), is_signed=True)
+
+    return lax.cond(any_change(change) != 0, multiply, lambda: tuple(tiles))  # pyright: ignore[reportCallIssue]
 
 
 def in_full(x, unit):
