@@ -103,11 +103,12 @@ def test_cases(name):
     check(args, *interpreted(*args, interpret=RACES))
 
 
-def test_full_chip(monkeypatch):
+@pytest.mark.parametrize("tokens", ["bfloat16", "float32"])
+def test_full_chip(monkeypatch, tokens):
     """What many rows run: two value tiles in the second kernel, whose CTAs carry one state after the other."""
     for module in (chunked, carry, prepare):
         monkeypatch.setattr(module, "SMS", 1)
-    args = make([70, 0, 200, 5, 64], (1, 2, 64, 128), [1, 3, 0, 9, 2], extra=3, first=2, fresh=(2,))
+    args = make([70, 0, 200, 5, 64], (1, 2, 64, 128), [1, 3, 0, 9, 2], tokens=tokens, extra=3, first=2, fresh=(2,))
     check(args, *interpreted(*args, interpret=RACES))
 
 

@@ -208,9 +208,9 @@ def passing(qkv, pool, batch, rows, *, nk, tiles, split, interpret):
                 )
                 release(s0)
 
-                def write_output(o, unit, n, s):
+                def write_output(output, n, s):
                     """Through the buffer of values of chunk n + 1: a warp has read just what it overwrites."""
-                    store_values(interpret, v_tiles.at[s, m], in_full(o, unit))
+                    store_values(interpret, v_tiles.at[s, m], in_full(*output))
                     plgpu.commit_smem()
                     send(v_rows.at[s, m], 0, C, start + n * C, channel)
 
@@ -236,8 +236,7 @@ def passing(qkv, pool, batch, rows, *, nk, tiles, split, interpret):
                     wait_for(n)
                     return take_values(n, unit)
 
-                v = None
-                unit = None
+                unit = v = None
                 if wide:
                     unit = unit_of(*state)
                     state = tuple(x * along_rows(inverse(unit), LINE) for x in state)
@@ -264,7 +263,7 @@ def passing(qkv, pool, batch, rows, *, nk, tiles, split, interpret):
 
                         @pl.when(n > 0)
                         def _():
-                            write_output(*before, n - 1, s)
+                            write_output(before, n - 1, s)
 
                         k_scale = along_cols(load_vector(vec_s.at[s, pl.ds(K_SCALE * C, C)], COL), C)
                         decay = jnp.exp2(vec_s[s, (LOG_GAMMA + 1) * C - 1])
@@ -305,7 +304,7 @@ def passing(qkv, pool, batch, rows, *, nk, tiles, split, interpret):
 
                 @pl.when(last == C)
                 def _():
-                    write_output(*last_output, n_chunks - 1, s)
+                    write_output(last_output, n_chunks - 1, s)
 
                 @pl.when(last < C)
                 def _():
