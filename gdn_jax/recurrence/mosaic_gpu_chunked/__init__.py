@@ -32,7 +32,7 @@ from gdn_jax.recurrence.mosaic_gpu_chunked.both import run_both
 from gdn_jax.recurrence.mosaic_gpu_chunked.carry import run_pass
 from gdn_jax.recurrence.mosaic_gpu_chunked.prepare import heads_at_once, pad_gates, run_prepare
 from gdn_jax.recurrence.mosaic_gpu_chunked.split import cut_rows, initial_states, map_tiles, segment_maps
-from gdn_jax.recurrence.mosaic_gpu_chunked.tiles import SMS, C, row_table
+from gdn_jax.recurrence.mosaic_gpu_chunked.tiles import SMS, C, f32, row_table
 
 
 def _dims(qkv, recurrent_state):
@@ -97,9 +97,10 @@ def recurrence(
     decay, beta = pad_gates(decay, nk), pad_gates(beta, nk)
     table = row_table(offsets, has_initial_state, total + short)
     count = _num_segments(total, slot_idx.shape[0], nv, key_dim, value_dim)
-    workers = (
-        _num_workers(total, slot_idx.shape[0], nk, nv, key_dim, value_dim) if count == 1 and interpret is None else 0
-    )
+    wide = qkv.dtype == f32
+    workers = 0
+    if count == 1 and interpret is None:
+        workers = _num_workers(total, slot_idx.shape[0], nk, nv, key_dim, value_dim, wide)
     if workers:
         pool = jax.new_ref(recurrent_state)
         out = run_both(
@@ -125,14 +126,19 @@ def recurrence(
         pool = jax.new_ref(recurrent_state)
         out = run_pass(
             qkv, kq, w, r, vec, slot_idx, offsets, table, pool,
-            nk=nk, tiles=_tiles(slot_idx.shape[0] * count, nv, key_dim, value_dim), interpret=interpret, split=split,
+            nk=nk, tiles=_tiles(slot_idx.shape[0] * count, nv, key_dim, value_dim, wide),
+            interpret=interpret, split=split,
         )[:total]  # fmt: skip
     return out, jax.freeze(pool)
 
 
-def _tiles(batch, nv, key_dim, value_dim):
-    """Value tiles of a CTA: two share keys, queries, W and R, one leaves more CTAs for an idle chip."""
-    return 2 if value_dim % (2 * C) == 0 and key_dim <= 128 and batch * nv > SMS // 2 else 1
+def _tiles(batch, nv, key_dim, value_dim, wide):
+    """Value tiles of a CTA: two share keys, queries, W and R, one leaves more CTAs for an idle chip.
+
+    With float32 tokens two leave no room for a third stage, and are faster only where all states run at once.
+    """
+    fits = value_dim % (2 * C) == 0 and key_dim <= 128
+    return 2 if fits and batch * nv > SMS // 2 and not (wide and batch * nv > SMS) else 1
 
 
 def _num_segments(total, batch, nv, key_dim, value_dim):
@@ -147,15 +153,16 @@ def _num_segments(total, batch, nv, key_dim, value_dim):
     return count if count >= 3 and SMS // ctas >= 4 and key_dim <= 128 else 1
 
 
-def _num_workers(total, batch, nk, nv, key_dim, value_dim):
+def _num_workers(total, batch, nk, nv, key_dim, value_dim, wide):
     """CTAs that prepare chunks beside those that carry states, in one kernel; 0 for one kernel after the other.
 
     Measured: worth it from 32 chunks a row on, where the states leave half of the multiprocessors idle. With 1.5 CTAs a
     value head chunks are prepared as fast as they are needed; more were slower, probably because W and R then have
-    left the L2 cache when they are read. A head that shares no place with another takes longer.
+    left the L2 cache when they are read. A head that shares no place with another takes longer, and so do `wide` tokens
+    (float32).
     """
     carrying = batch * nv * value_dim // C
     if carrying > SMS // 2 or total < 32 * C * batch or key_dim > 128:
         return 0
     idle = SMS - carrying
-    return idle if heads_at_once(nv // nk) == 1 else min(idle, 3 * batch * nv // 2)
+    return idle if wide or heads_at_once(nv // nk) == 1 else min(idle, 3 * batch * nv // 2)

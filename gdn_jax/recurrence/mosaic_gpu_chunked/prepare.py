@@ -11,7 +11,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 
 from gdn_jax._mosaic import EPS, after_previous, is_row_of, store, warp_barrier, warpgroup_barrier
-from gdn_jax.recurrence.mosaic_gpu_chunked.normalise import load_normalised
+from gdn_jax.recurrence.mosaic_gpu_chunked.normalise import put_normalised
 from gdn_jax.recurrence.mosaic_gpu_chunked.tiles import (
     COL,
     HALF,
@@ -218,10 +218,9 @@ def preparation(qkv, decay, batch, *, nk, nv, key_dim, max_slots, interpret):
             raw_tiles = tiles_s.at[stage]
             if wide:
                 key_head = lax.div(part * heads, i32(group))
-                for n, head in enumerate((nk + key_head, key_head)):
-                    source = qkv_g.at[:, pl.ds(head * key_dim, key_dim)]
-                    for i, x in enumerate(load_normalised(interpret, source, t0, valid)):
-                        raw_tiles.at[n, i][...] = x
+                sources = [qkv_g.at[:, pl.ds(head * key_dim, key_dim)] for head in (nk + key_head, key_head)]
+                targets = (tiles_s if interpret is not None else keys_s).at[stage]
+                put_normalised(interpret, sources, t0, valid, [targets.at[n] for n in range(2)])
                 plgpu.commit_smem()
                 for n in range(2):
                     plgpu.copy_smem_to_gmem(raw_tiles.at[n], kq_g[0].at[item, part, n])
@@ -335,8 +334,10 @@ def preparation(qkv, decay, batch, *, nk, nv, key_dim, max_slots, interpret):
     # X of two heads, for the products and for single warps.
     overlay = [swizzled_buffer((units, 2, C, C), f16), plgpu.SMEM((units, 2, C, C), f16)]
     tokens = (units, 2, 2, halves, C, LINE)
+    # Keys are normalised in place; float32 tokens come from registers, not by copies.
+    alias = plgpu.SMEM(tokens, f16) if wide else swizzled_buffer(tokens, f16)
     buffers = [
-        copy_target(interpret, tokens, dtype, swizzled_buffer(tokens, f16)),  # keys are normalised in place
+        copy_target(interpret, tokens, dtype, alias),
         plgpu.SMEM((units, 2, 2, C, width), f32),
         swizzled_buffer((units, 2, C, HALF), dtype),
         plgpu.SMEM((units, 2, NUM_VECTORS * C), f32),
