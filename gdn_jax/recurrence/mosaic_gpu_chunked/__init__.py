@@ -20,8 +20,8 @@ log decays, all of them at most 1.
 Two kernels. `prepare.py` works on all chunks at once and writes W, R and three vectors a chunk and value head.
 `carry.py` walks each (row, value head, columns) serially: warpgroups with 64 value columns each carry S^T as float32
 accumulators, and one more streams the inputs. Where that leaves many multiprocessors idle, `both.py` does the two side
-by side, and with few heads and long rows, rows are cut into segments first (`split.py`). With float32 tokens the products
-are float16: keys and queries are normalised (`normalise.py`), values counted in units of their columns (`values.py`).
+by side, and with few heads and long rows, rows are cut into segments first (`split.py`). float32 tokens become float16
+operands: normalised keys and queries (`normalise.py`), values in units of their columns (`values.py`).
 docs/kernels_chunked.md has the whole story.
 """
 
