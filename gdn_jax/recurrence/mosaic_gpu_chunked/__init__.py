@@ -22,20 +22,20 @@ Two kernels. `prepare.py` works on all chunks at once and writes W, R and three 
 accumulators, and one more streams the inputs. With two of the former, X is written in place of R, which takes more than
 twice as many bytes, and one more warpgroup makes R of it. Where the serial pass leaves many multiprocessors idle,
 `both.py` does the two side by side, and with few heads and long rows, rows are cut into segments first (`split.py`).
+float32 tokens become float16 operands: normalised keys and queries (`normalise.py`), values in units of their columns
+(`values.py`).
 docs/kernels_chunked.md has the whole story.
 """
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
-from gdn_jax._mosaic import EPS
-from gdn_jax._ragged import is_live, read_rows, row_bounds, token_rows
+from gdn_jax._ragged import is_live, read_rows
 from gdn_jax.recurrence.mosaic_gpu_chunked.both import run_both
 from gdn_jax.recurrence.mosaic_gpu_chunked.carry import run_pass
 from gdn_jax.recurrence.mosaic_gpu_chunked.prepare import heads_at_once, pad_gates, run_prepare
 from gdn_jax.recurrence.mosaic_gpu_chunked.split import cut_rows, initial_states, map_tiles, segment_maps
-from gdn_jax.recurrence.mosaic_gpu_chunked.tiles import SMS, C, f16, f32, row_table
+from gdn_jax.recurrence.mosaic_gpu_chunked.tiles import SMS, C, f32, row_table
 
 
 def _dims(qkv, recurrent_state):
@@ -92,10 +92,6 @@ def recurrence(
     del algorithm, precision
     nk, nv, key_dim, value_dim = _dims(qkv, recurrent_state)
     total = qkv.shape[0]
-    dtype = qkv.dtype
-    scales = token_scale = None
-    if dtype == f32:
-        qkv, scales, token_scale = _to_float16(qkv, recurrent_state, slot_idx, input_row_offsets, has_initial_state)
     short = max(C - total, 0)
     # Copies and loads take whole chunks of the token arrays, so there must be one. Clamping offsets to the
     # true T first keeps the tokens added here out of every row.
@@ -104,79 +100,50 @@ def recurrence(
     decay, beta = pad_gates(decay, nk), pad_gates(beta, nk)
     table = row_table(offsets, has_initial_state, total + short)
     count = _num_segments(total, slot_idx.shape[0], nv, key_dim, value_dim)
-    workers = (
-        _num_workers(total, slot_idx.shape[0], nk, nv, key_dim, value_dim) if count == 1 and interpret is None else 0
-    )
+    wide = qkv.dtype == f32
+    workers = 0
+    if count == 1 and interpret is None:
+        workers = _num_workers(total, slot_idx.shape[0], nk, nv, key_dim, value_dim, wide)
     if workers:
         pool = jax.new_ref(recurrent_state)
         out = run_both(
-            qkv, decay, beta, slot_idx, offsets, table, scales, pool,
-            nk=nk, workers=workers, normalise=dtype != f32,
+            qkv, decay, beta, slot_idx, offsets, table, pool,
+            nk=nk, workers=workers,
         )[:total]  # fmt: skip
     else:
-        tiles = _tiles(slot_idx.shape[0] * count, nv, key_dim, value_dim)
-        late_r = tiles == 2 and count == 1  # `segment_maps` needs R, too
-        w, r, vec = run_prepare(
+        tiles = _tiles(slot_idx.shape[0] * count, nv, key_dim, value_dim, wide)
+        # `segment_maps` needs R, too, and float32 values leave no room for what makes it.
+        late_r = tiles == 2 and count == 1 and not wide
+        w, r, vec, *kq = run_prepare(
             qkv, decay, beta, slot_idx, offsets, table,
-            nk=nk, nv=nv, key_dim=key_dim, max_slots=recurrent_state.shape[0], normalise=dtype != f32,
-            late_r=late_r, interpret=interpret,
+            nk=nk, nv=nv, key_dim=key_dim, max_slots=recurrent_state.shape[0], late_r=late_r, interpret=interpret,
         )  # fmt: skip
+        kq = kq[0] if kq else None
         split = None
         if count > 1:
             segments = cut_rows(offsets, table, total, count)
             local, steps = segment_maps(
-                qkv, r, vec, slot_idx, segments,
+                qkv, kq, r, vec, slot_idx, segments,
                 count=count, dims=(nk, nv, key_dim, value_dim), max_slots=recurrent_state.shape[0], interpret=interpret,
             )  # fmt: skip
             live = is_live(slot_idx, recurrent_state.shape[0])
             states = read_rows(recurrent_state, slot_idx, live & has_initial_state)
-            if scales is not None:
-                states = states * scales[0, :, :, None, None]
             split = segments, initial_states(local, steps, states, count, interpret)
         pool = jax.new_ref(recurrent_state)
         out = run_pass(
-            qkv, w, r, vec, slot_idx, offsets, table, scales, pool,
+            qkv, kq, w, r, vec, slot_idx, offsets, table, pool,
             nk=nk, tiles=tiles, late_r=late_r, interpret=interpret, split=split,
         )[:total]  # fmt: skip
-    if token_scale is not None:
-        out = out.reshape(total, nv, value_dim).astype(f32) * (1.0 / token_scale)[..., None]
-        out = out.reshape(total, nv * value_dim)
     return out, jax.freeze(pool)
 
 
-def _to_float16(qkv, recurrent_state, slot_idx, offsets, has_initial_state):
-    """float32 tokens for the 16-bit kernels: (float16 rows, scales for `run_pass`, value scales [T, nv]).
+def _tiles(batch, nv, key_dim, value_dim, wide):
+    """Value tiles of a CTA: two share keys, queries, W and R, one leaves more CTAs for an idle chip.
 
-    Queries and keys come out normalised. The rule is linear in values and state together, so each (row, value head) is
-    scaled, by a power of two, to a largest value or initial state in [1, 2): whatever their size, float16 keeps 11 bits
-    of it. The scale of a row depends on that row alone, as long as no token belongs to two.
+    With float32 tokens two leave no room for a third stage, and are faster only where all states run at once.
     """
-    nk, nv, key_dim, value_dim = _dims(qkv, recurrent_state)
-    total, batch = qkv.shape[0], slot_idx.shape[0]
-    start, length = row_bounds(offsets, total)
-    live = is_live(slot_idx, recurrent_state.shape[0])
-    row = token_rows(start, jnp.where(live, length, 0), total)
-    inside = row >= 0
-
-    heads = qkv[:, : 2 * nk * key_dim].reshape(total, 2 * nk, key_dim)
-    heads = heads * lax.rsqrt(jnp.sum(heads * heads, -1, keepdims=True) + EPS)
-    values = qkv[:, 2 * nk * key_dim :].reshape(total, nv, value_dim)
-    largest = jnp.where(inside[:, None], jnp.max(jnp.abs(values), -1), 0.0)
-    largest = jax.ops.segment_max(largest, jnp.maximum(row, 0), batch)
-    states = read_rows(recurrent_state, slot_idx, live & has_initial_state)
-    largest = jnp.maximum(jnp.maximum(largest, jnp.max(jnp.abs(states), (2, 3))), 2.0**-100)
-    # Rows that overlap, as decreasing offsets may make them, share tokens and so must share a scale.
-    overlapping = jnp.any(start[1:] < start[:-1])
-    largest = jnp.where(overlapping, jnp.max(largest, 0, keepdims=True), largest)
-    scale = jnp.exp2(-jnp.floor(jnp.log2(jnp.minimum(largest, 2.0**100))))
-    token_scale = jnp.where(inside[:, None], scale[row], 1.0)
-    rows = [heads.reshape(total, -1), (values * token_scale[..., None]).reshape(total, -1)]
-    return jnp.concatenate(rows, 1).astype(f16), jnp.stack([scale, 1.0 / scale]), token_scale
-
-
-def _tiles(batch, nv, key_dim, value_dim):
-    """Value tiles of a CTA: two share keys, queries, W and R, one leaves more CTAs for an idle chip."""
-    return 2 if value_dim % (2 * C) == 0 and key_dim <= 128 and batch * nv > SMS // 2 else 1
+    fits = value_dim % (2 * C) == 0 and key_dim <= 128
+    return 2 if fits and batch * nv > SMS // 2 and not (wide and batch * nv > SMS) else 1
 
 
 def _num_segments(total, batch, nv, key_dim, value_dim):
@@ -191,15 +158,16 @@ def _num_segments(total, batch, nv, key_dim, value_dim):
     return count if count >= 3 and SMS // ctas >= 4 and key_dim <= 128 else 1
 
 
-def _num_workers(total, batch, nk, nv, key_dim, value_dim):
+def _num_workers(total, batch, nk, nv, key_dim, value_dim, wide):
     """CTAs that prepare chunks beside those that carry states, in one kernel; 0 for one kernel after the other.
 
     Measured: worth it from 32 chunks a row on, where the states leave half of the multiprocessors idle. With 1.5 CTAs a
     value head chunks are prepared as fast as they are needed; more were slower, probably because W and R then have
-    left the L2 cache when they are read. A head that shares no place with another takes longer.
+    left the L2 cache when they are read. A head that shares no place with another takes longer, and so do `wide` tokens
+    (float32).
     """
     carrying = batch * nv * value_dim // C
     if carrying > SMS // 2 or total < 32 * C * batch or key_dim > 128:
         return 0
     idle = SMS - carrying
-    return idle if heads_at_once(nv // nk) == 1 else min(idle, 3 * batch * nv // 2)
+    return idle if wide or heads_at_once(nv // nk) == 1 else min(idle, 3 * batch * nv // 2)

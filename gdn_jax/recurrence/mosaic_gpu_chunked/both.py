@@ -12,7 +12,7 @@ from gdn_jax.recurrence.mosaic_gpu_chunked.tiles import C, buffer_views, first_i
 
 
 def run_both(
-    qkv, decay, beta, slot_idx, offsets, table, scales, pool, *, nk, workers, normalise
+    qkv, decay, beta, slot_idx, offsets, table, pool, *, nk, workers
 ):  # fmt: skip
     """`run_prepare` and `run_pass` in one kernel, side by side: outputs [T, nv * VD]; `pool` (a Ref) is updated.
 
@@ -30,17 +30,18 @@ def run_both(
     units = units_of(key_dim)  # as many warpgroups as carrying a state takes
     prepare, buffers, barriers, overlay, results = preparation(
         qkv, decay, batch,
-        nk=nk, nv=nv, key_dim=key_dim, max_slots=max_slots, normalise=normalise, late_r=False, interpret=None,
+        nk=nk, nv=nv, key_dim=key_dim, max_slots=max_slots, late_r=False, interpret=None,
     )  # fmt: skip
     carry, pass_buffers, pass_barriers = passing(
         qkv, pool, batch, batch,
-        nk=nk, tiles=1, late_r=False, split=False, scaled_states=scales is not None, interpret=None,
+        nk=nk, tiles=1, late_r=False, split=False, interpret=None,
     )  # fmt: skip
 
     def body(
-        qkv_g, decay_g, beta_g, slot_g, off_g, table_g, scale_g, pool_g,
-        o_g, w_g, r_g, vec_g, memory, prepare_barriers, pass_barriers,
+        qkv_g, decay_g, beta_g, slot_g, off_g, table_g, pool_g,
+        o_g, *refs,
     ):  # fmt: skip
+        *results_g, memory, prepare_barriers, pass_barriers = refs
         cta, wg = lax.axis_index("cta"), lax.axis_index("wg")
         # How often the results for a (chunk, part) have been written: once they are there, 1.
         ready = pl.get_global(plgpu.SemaphoreType.REGULAR((items * parts,)))
@@ -48,7 +49,7 @@ def run_both(
 
         @pl.when(cta < workers)
         def _():
-            operands = qkv_g, decay_g, beta_g, slot_g, w_g, r_g, vec_g
+            operands = qkv_g, decay_g, beta_g, slot_g, *results_g
             (rows_s, *shared, x_s), (tiles_s, *_, blocks_s), (keys_s, *_) = first, second, third
             refs = rows_s, tiles_s, keys_s, *shared, *prepare_barriers, x_s, blocks_s
 
@@ -67,7 +68,9 @@ def run_both(
 
         @pl.when(cta >= workers)
         def _():
-            operands = qkv_g, w_g, r_g, vec_g, slot_g, off_g, table_g, scale_g, None, None, pool_g, o_g
+            w_g, r_g, vec_g, *kq_g = results_g
+            kq_g = kq_g[0] if kq_g else None
+            operands = qkv_g, kq_g, w_g, r_g, vec_g, slot_g, off_g, table_g, None, None, pool_g, o_g
             rows, tiled, (_, _, v_plain, *_), states = views
             refs = *zip(rows[:2], tiled[:2], strict=True), (rows[2], tiled[2], v_plain), tiled[3]
             refs = *refs, state_block(*states[:4]), *rows[4:], *pass_barriers
@@ -84,7 +87,10 @@ def run_both(
     memory = [*buffer_views([*buffers, plgpu.RefUnion(*[[x] for x in overlay])], 3), *buffer_views(pass_buffers, 4)]
     kernel = plgpu.kernel(
         after_previous(body, None),
-        out_type=[jax.ShapeDtypeStruct((total, nv * value_dim), qkv.dtype), *results],
+        out_type=[
+            jax.ShapeDtypeStruct((total, nv * value_dim), qkv.dtype),
+            *results,
+        ],
         grid=(workers + columns * nv * (batch + 1),),
         grid_names=("cta",),
         num_threads=units,
@@ -93,4 +99,4 @@ def run_both(
         compiler_params=params(),
         kernel_name="gated_delta_chunk",
     )
-    return kernel(qkv, decay, beta, slot_idx, offsets, table, scales, pool)[0]
+    return kernel(qkv, decay, beta, slot_idx, offsets, table, pool)[0]

@@ -8,7 +8,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from gdn_jax._mosaic import after_previous, is_row_of, store, warpgroup_barrier
+from gdn_jax._mosaic import after_previous, is_row_of, warpgroup_barrier
 from gdn_jax.recurrence.mosaic_gpu_chunked.tiles import (
     COL,
     FIRST,
@@ -46,9 +46,21 @@ from gdn_jax.recurrence.mosaic_gpu_chunked.tiles import (
     swizzled_buffer,
     zero_tile,
 )
+from gdn_jax.recurrence.mosaic_gpu_chunked.values import (
+    bring_values,
+    in_full,
+    in_units,
+    inverse,
+    load_values,
+    rescaled,
+    store_values,
+    unit_of,
+    value_buffer,
+    value_parts,
+)
 
 
-def passing(qkv, pool, batch, rows, *, nk, tiles, late_r, split, scaled_states, interpret):
+def passing(qkv, pool, batch, rows, *, nk, tiles, late_r, split, interpret):
     """(what a CTA does, buffers, barriers): one (row, value head, columns), or several one after the other.
 
     With `late_r` the first kernel has handed over X in place of R, and a warpgroup of its own makes R.
@@ -57,8 +69,11 @@ def passing(qkv, pool, batch, rows, *, nk, tiles, late_r, split, scaled_states, 
     max_slots, nv, key_dim, value_dim = pool.shape
     group = nv // nk
     halves = key_dim // LINE
-    stages = 2 if key_dim == 256 else 3
-    dtype = qkv.dtype
+    wide = qkv.dtype == f32
+    stages = num_stages(key_dim, tiles, wide)
+    ahead = wide and stages > 1  # values are taken a chunk ahead
+    dtype = f16 if wide else qkv.dtype
+    parts = value_parts(qkv.dtype)
     width = tiles * C
     # Registers a thread, of 65536 a CTA: accumulators where the products are, few where only copies are issued.
     math_registers = 208 if late_r else 232 if tiles == 2 else 240
@@ -67,7 +82,7 @@ def passing(qkv, pool, batch, rows, *, nk, tiles, late_r, split, scaled_states, 
 
     def work(operands, buffers, wg, count, pair_of, await_item=None):
         """The states `pair_of(0)` to `pair_of(count - 1)`, each as (row, value head, columns), one after the other."""
-        qkv_g, w_g, r_g, vec_g, slot_g, off_g, table_g, scale_g, segments_g, initial_g, pool_g, o_g = operands
+        qkv_g, kq_g, w_g, r_g, vec_g, slot_g, off_g, table_g, segments_g, initial_g, pool_g, o_g = operands
         (q_rows, q_tiles), (k_rows, k_tiles), (v_rows, v_tiles, v_plain), r_s, state_s, w_s, vec_s, *others = buffers
         if late_r:
             x_s, keys_s, in_bar, state_in, in_free, r_made, r_free, done = others
@@ -112,6 +127,13 @@ def passing(qkv, pool, batch, rows, *, nk, tiles, late_r, split, scaled_states, 
         def tr(ref):
             return ref.transpose((1, 0))
 
+        def send(source, first, count, t0, channel):
+            """Copies rows of a tile out."""
+            part = C // parts
+            for i in range(parts):
+                target = o_g.at[pl.ds(t0, count), pl.ds(channel + i * part, part)]
+                plgpu.copy_smem_to_gmem(source.at[i, pl.ds(first, count)], target)
+
         def drain(source, t0, count, channel):
             """Copies the first `count` <= C rows of `source` out: copies have static sizes, powers of two here."""
             done_rows = 0
@@ -120,10 +142,7 @@ def passing(qkv, pool, batch, rows, *, nk, tiles, late_r, split, scaled_states, 
 
                 @pl.when((count & m) != 0)
                 def _(done_rows=done_rows, m=m):
-                    plgpu.copy_smem_to_gmem(
-                        source.at[pl.ds(done_rows, m)],
-                        o_g.at[pl.ds(t0 + done_rows, m), pl.ds(channel, C)],
-                    )
+                    send(source, done_rows, m, t0 + done_rows, channel)
 
                 done_rows = done_rows + (count & m)
 
@@ -170,7 +189,7 @@ def passing(qkv, pool, batch, rows, *, nk, tiles, late_r, split, scaled_states, 
 
         def carry_state(m, place, looked, t):
             b, head, column = pair_of(place)
-            part_b, row_b = parts_of(b)
+            part_b = parts_of(b)[0]
             start, length, _, slot, has_state = looked
             live, n_chunks = chunks_of(place, looked)
             last = length - (n_chunks - 1) * C  # tokens of the last chunk
@@ -183,13 +202,8 @@ def passing(qkv, pool, batch, rows, *, nk, tiles, late_r, split, scaled_states, 
             def part(i):
                 return pool_g.at[slot, head, pl.ds(i * LINE, LINE), columns]
 
-            def scaled(x, n):
-                return x if not scaled_states else x * scale_g[n, row_b, head]
-
             def loaded(i):
-                x = [load_transposed(interpret, ref) for ref in state_blocks(s0, m, i)]
-                x = jnp.concatenate(x, axis=1)
-                return x if split else scaled(x, 0)
+                return jnp.concatenate([load_transposed(interpret, ref) for ref in state_blocks(s0, m, i)], axis=1)
 
             def release(s):
                 plgpu.commit_smem()  # all four warps have read it
@@ -207,25 +221,59 @@ def passing(qkv, pool, batch, rows, *, nk, tiles, late_r, split, scaled_states, 
                 )
                 release(s0)
 
-                def write_output(o, n, s):
+                def write_output(output, n, s):
                     """Through the buffer of values of chunk n + 1: a warp has read just what it overwrites."""
-                    tr(v_tiles.at[s, m])[...] = o
+                    store_values(interpret, v_tiles.at[s, m], in_full(*output))
                     plgpu.commit_smem()
-                    plgpu.copy_smem_to_gmem(v_rows.at[s, m], o_g.at[pl.ds(start + n * C, C), pl.ds(channel, C)])
+                    send(v_rows.at[s, m], 0, C, start + n * C, channel)
+
+                def in_row(x, n):
+                    """Without what is past the row's end, which may be NaN."""
+                    left = length - n * C
+                    masked = partial(jnp.where, iota((C, C), 1) < left, x, 0.0)
+                    return lax.cond(left < C, masked, lambda: x)
+
+                def wait_for(n):
+                    plgpu.barrier_wait(in_bar.at[stage_of(t + 1 + n)])
+
+                def take_values(n, unit):
+                    """With float32 tokens, states and values are counted in units, so that they fit into float16.
+
+                    A value column's unit is the largest power of two that was in its state or its values so far.
+                    Returns the values, the units with these, and what to multiply with what counts in those before.
+                    """
+                    v = in_row(load_values(interpret, v_tiles.at[stage_of(t + 1 + n), m]), n)
+                    return in_units(v, unit)
+
+                def take_ahead(n, unit):
+                    wait_for(n)
+                    return take_values(n, unit)
+
+                unit = v = None
+                if wide:
+                    unit = unit_of(*state)
+                    state = tuple(x * along_rows(inverse(unit), LINE) for x in state)
+                    if ahead:
+                        v, unit, change = take_ahead(0, unit)
+                        state = rescaled(interpret, state, change)
 
                 def step(n, carry):
-                    state, low, before = carry
+                    state, low, before, unit, v = carry
                     s = stage_of(t + 1 + n)
                     at = (t - place + n) & 1 if late_r else s  # chunks take turns in what R is made in
-                    left = length - n * C
-                    plgpu.barrier_wait(in_bar.at[s])
+                    if not ahead:
+                        wait_for(n)
+                        if wide:
+                            v, unit, change = take_values(n, unit)
+                            state = rescaled(interpret, state, change)
+                            low = tuple(x.astype(dtype) for x in state)
 
                     def chunk(u, q, o, *s_new):
                         for i in range(halves):
                             u.mma(low[i], tr(k_tiles.at[s, i]))
                         for i in range(halves):
                             q.mma(low[i], tr(q_tiles.at[s, i]))
-                        v = plgpu.load(tr(v_tiles.at[s, m]), layout=WGMMA).astype(f32)
+                        now = v if wide else load_values(interpret, v_tiles.at[s, m])
 
                         @pl.when(n > 0)
                         def _():
@@ -233,10 +281,7 @@ def passing(qkv, pool, batch, rows, *, nk, tiles, late_r, split, scaled_states, 
 
                         k_scale = along_cols(load_vector(vec_s.at[s, pl.ds(K_SCALE * C - HALF, C)], COL), C)
                         decay = jnp.exp2(vec_s[s, (LOG_GAMMA + 1) * C - 1 - HALF])
-                        d = v - u.read(halves) * k_scale
-                        # Keys and values past the row's end may be NaN.
-                        masked = partial(jnp.where, iota((C, C), 1) < left, d, 0.0)
-                        d = lax.cond(left < C, masked, lambda d=d: d).astype(dtype)
+                        d = in_row(now - u.read(halves) * k_scale, n).astype(dtype)
                         if late_r:
                             plgpu.barrier_wait(r_made.at[at])
                         for i in range(halves):
@@ -246,9 +291,16 @@ def passing(qkv, pool, batch, rows, *, nk, tiles, late_r, split, scaled_states, 
                         o.set(q.read(halves) * q_scale)
                         for i in range(2):
                             o.mma(d[:, i * HALF : (i + 1) * HALF], tr(w_s.at[s, i]))
+                        after = None, unit, None
+                        if ahead:
+                            none = v, unit, zero_tile((C,), f32, ROW) + 1.0
+                            after = lax.cond(n < n_chunks - 1, partial(take_ahead, n + 1, unit), lambda: none)
+                        v_new, unit_new, change = after
                         state_new = tuple(x.read(1) for x in s_new)
+                        if ahead:
+                            state_new = rescaled(interpret, state_new, change)
                         low_new = tuple(x.astype(dtype) for x in state_new)
-                        return state_new, low_new, o.read().astype(dtype)
+                        return state_new, low_new, (o.read().astype(dtype), unit), unit_new, v_new
 
                     shapes = [(C, C)] * 3 + [(C, LINE)] * halves
                     carry = accumulate(interpret, shapes, chunk)
@@ -262,27 +314,27 @@ def passing(qkv, pool, batch, rows, *, nk, tiles, late_r, split, scaled_states, 
                     return carry
 
                 low = tuple(x.astype(dtype) for x in state)
-                carry = (state, low, zero_tile((C, C), dtype))
-                state, _, o = lax.fori_loop(0, n_chunks, step, carry)
+                carry = (state, low, (zero_tile((C, C), dtype), unit), unit, v)
+                state, _, last_output, unit, _ = lax.fori_loop(0, n_chunks, step, carry)
 
                 # The last output, too, leaves through the values of its chunk.
                 s = stage_of(t + n_chunks)
 
                 @pl.when(last == C)
                 def _():
-                    write_output(o, n_chunks - 1, s)
+                    write_output(last_output, n_chunks - 1, s)
 
                 @pl.when(last < C)
                 def _():
                     plgpu.commit_smem()
-                    store(tr(v_plain.at[s, m]), o)
+                    store_values(interpret, v_plain.at[s, m], in_full(*last_output), swizzled=False)
                     plgpu.commit_smem()
                     drain(v_plain.at[s, m], start + (n_chunks - 1) * C, last, channel)
 
                 @pl.when(True if not split else segments_g[IS_LAST, part_b] != 0)
                 def _():
                     for i in range(halves):
-                        store_transposed(interpret, part(i), scaled(state[i], 1))
+                        store_transposed(interpret, part(i), in_full(state[i], unit))
 
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 plgpu.barrier_arrive(in_free.at[s])
@@ -292,7 +344,7 @@ def passing(qkv, pool, batch, rows, *, nk, tiles, late_r, split, scaled_states, 
                 @pl.when(jnp.logical_not(live))
                 def _():
                     plain = v_plain.at[s0, m]
-                    store(plain, zero_tile((C, C), dtype))
+                    store_values(interpret, plain, zero_tile((C, C), qkv.dtype), swizzled=False)
                     plgpu.commit_smem()
 
                     @pl.when(b < rows)
@@ -358,16 +410,22 @@ def passing(qkv, pool, batch, rows, *, nk, tiles, late_r, split, scaled_states, 
                     await_item(head, item + n)
                 s = claim(t + 1 + n)
 
-                def copy(channel, target):
+                def copy(kind, i, target):
+                    """Half i of the keys (0) or queries (1)."""
+                    channel = (kind * key_dim * -nk) + (nk + key_head) * key_dim + i * LINE
                     source = qkv_g.at[pl.ds(start + n * C, C), pl.ds(channel, LINE)]
+                    if wide:
+                        part = lax.div(head, i32(nv // kq_g.shape[1]))
+                        source = kq_g.at[item + n, part, kind, i]
                     plgpu.copy_gmem_to_smem(source, target, in_bar.at[s])
 
                 for i in range(halves):
-                    copy((nk + key_head) * key_dim + i * LINE, k_rows.at[s, i])
+                    copy(0, i, k_rows.at[s, i])
                 for m in range(tiles):
-                    copy(2 * nk * key_dim + head * value_dim + first_column + m * C, v_rows.at[s, m])
+                    channel = 2 * nk * key_dim + head * value_dim + first_column + m * C
+                    bring_values(qkv_g, start + n * C, channel, v_rows.at[s, m], in_bar.at[s])
                 for i in range(halves):
-                    copy(key_head * key_dim + i * LINE, q_rows.at[s, i])
+                    copy(1, i, q_rows.at[s, i])
                 vectors = vec_g.at[item + n, head, pl.ds(HALF, NUM_VECTORS * C - HALF)]
                 plgpu.copy_gmem_to_smem(vectors, vec_s.at[s], in_bar.at[s])
                 plgpu.copy_gmem_to_smem(r_g.at[item + n, head], (x_s if late_r else r_s).at[s], in_bar.at[s])
@@ -440,7 +498,7 @@ def passing(qkv, pool, batch, rows, *, nk, tiles, late_r, split, scaled_states, 
     buffers = [
         target((stages, halves, C, LINE), dtype),
         target((stages, halves, C, LINE), dtype),
-        target((stages, tiles, C, C), dtype, plgpu.SMEM((stages, tiles, C, C), dtype)),
+        value_buffer(interpret, (stages, tiles), qkv.dtype),
         swizzled_buffer((stages, C, C), f16) if late_r else target((stages, halves, C, LINE), dtype),
         swizzled_buffer((stages, 2, C, HALF), dtype),
         plgpu.SMEM((stages, NUM_VECTORS * C - HALF), f32),
@@ -448,7 +506,7 @@ def passing(qkv, pool, batch, rows, *, nk, tiles, late_r, split, scaled_states, 
     state_dtype = f32 if split else pool.dtype
     # A stage of an alias is as long as a stage of tokens: [ROWS, C] of float32 take what [C, LINE] of the tokens do.
     fit = 4 // jnp.dtype(state_dtype).itemsize
-    sizes = (halves, halves, tiles, 1, 1) if late_r else (halves, halves, tiles, halves)
+    sizes = (halves, halves, tiles * parts, 1, 1) if late_r else (halves, halves, tiles * parts, halves)
     blocks_in_w = late_r and blocks > sum(sizes[:4]) * fit
     aliases = [plgpu.SMEM((stages, n * fit, ROWS, C), state_dtype) for n in sizes]
     if interpret is None:
@@ -458,7 +516,7 @@ def passing(qkv, pool, batch, rows, *, nk, tiles, late_r, split, scaled_states, 
     else:
         buffers.insert(4, plgpu.SMEM((stages, blocks, ROWS, C), state_dtype))
     barriers = [
-        bar(num_arrivals=2 * halves + tiles + 4, num_barriers=stages),
+        bar(num_arrivals=2 * halves + tiles * parts + 4, num_barriers=stages),
         bar(num_arrivals=blocks, num_barriers=stages),
         bar(num_arrivals=tiles, num_barriers=stages),
     ]
@@ -467,6 +525,13 @@ def passing(qkv, pool, batch, rows, *, nk, tiles, late_r, split, scaled_states, 
         buffers[-1:-1] = made if interpret is not None else [plgpu.RefUnion(*[[x] for x in made])]
         barriers += [bar(num_barriers=2), bar(num_arrivals=tiles, num_barriers=2)]
     return work, buffers, [*barriers, bar(num_arrivals=tiles + 1 + late_r)]
+
+
+def num_stages(key_dim, tiles, float32):
+    """As many as memory has room for."""
+    if key_dim == 256:
+        return 1 if float32 else 2
+    return 2 if float32 and tiles == 2 and key_dim == 128 else 3
 
 
 def _stay(total, batch):
@@ -508,13 +573,13 @@ def state_block(*refs):
 
 
 def run_pass(
-    qkv, w, r, vec, slot_idx, offsets, table, scales, pool, *, nk, tiles, late_r, interpret, split=None
+    qkv, kq, w, r, vec, slot_idx, offsets, table, pool, *, nk, tiles, late_r, interpret, split=None
 ):  # fmt: skip
     """Outputs [T, nv * VD]; `pool` (a Ref) is updated. A CTA for each (row, value head, `tiles` * 64 value columns).
 
     Where rows are short, there are no more CTAs than multiprocessors, and each takes one of these after the other.
 
-    `scales` is None or [2, B, nv]: what states are multiplied with when read, and when written. `split` is None or
+    `kq` are the keys and queries that `run_prepare` has made of float32 tokens, or None. `split` is None or
     (`cut_rows`, their initial states): each segment of a row then has its own CTAs, and the last writes the state.
     """
     segments, initial = split or (None, None)
@@ -524,8 +589,7 @@ def run_pass(
     rows = batch if segments is None else segments.shape[1]
     work, buffers, barriers = passing(
         qkv, pool, batch, rows,
-        nk=nk, tiles=tiles, late_r=late_r, split=split is not None, scaled_states=scales is not None,
-        interpret=interpret,
+        nk=nk, tiles=tiles, late_r=late_r, split=split is not None, interpret=interpret,
     )  # fmt: skip
     columns = value_dim // (tiles * C)
     pairs = columns * nv * (rows + 1)
@@ -555,4 +619,4 @@ def run_pass(
         interpret=interpret,
         kernel_name="gated_delta_chunk_pass",
     )
-    return kernel(qkv, w, r, vec, slot_idx, offsets, table, scales, segments, initial, pool)
+    return kernel(qkv, kq, w, r, vec, slot_idx, offsets, table, segments, initial, pool)

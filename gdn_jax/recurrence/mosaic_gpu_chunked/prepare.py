@@ -11,6 +11,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 
 from gdn_jax._mosaic import EPS, after_previous, is_row_of, store, warp_barrier, warpgroup_barrier
+from gdn_jax.recurrence.mosaic_gpu_chunked.normalise import put_normalised
 from gdn_jax.recurrence.mosaic_gpu_chunked.tiles import (
     ALL_VECTORS,
     COL,
@@ -148,7 +149,7 @@ def pad_gates(x, nk):
     return jnp.pad(x, ((0, 0), (0, columns - nv))) if columns > nv else x
 
 
-def preparation(qkv, decay, batch, *, nk, nv, key_dim, max_slots, normalise, late_r, interpret):
+def preparation(qkv, decay, batch, *, nk, nv, key_dim, max_slots, late_r, interpret):
     """(what a warpgroup does for its places, buffers, barriers, buffers that overlap, types of results).
 
     A place is a chunk and a part of the value heads, `heads_at_once` of one key head. `decay` and beta are those that
@@ -161,7 +162,8 @@ def preparation(qkv, decay, batch, *, nk, nv, key_dim, max_slots, normalise, lat
     units = units_of(key_dim)
     width = _gate_columns(heads)
     halves = key_dim // LINE
-    dtype = qkv.dtype
+    wide = qkv.dtype == f32
+    dtype = f16 if wide else qkv.dtype
     scale = key_dim**-0.5
     num_vectors = ALL_VECTORS if late_r else NUM_VECTORS
 
@@ -171,7 +173,7 @@ def preparation(qkv, decay, batch, *, nk, nv, key_dim, max_slots, normalise, lat
         What one needs from memory arrives while the one before is computed: only the first has to be waited for.
         `written(item, part)` is called once others may read the results of a place, if it has any.
         """
-        qkv_g, decay_g, beta_g, slot_g, w_g, r_g, vec_g = operands
+        qkv_g, decay_g, beta_g, slot_g, w_g, r_g, vec_g, *kq_g = operands
         *refs, arrived, x_s, blocks_s = buffers
         refs = [ref.at[unit] for ref in (*refs, x_s, blocks_s)]
         rows_s, tiles_s, keys_s, raw_s, w_s, vectors, factors, norms, x_s, blocks_s = refs
@@ -197,7 +199,10 @@ def preparation(qkv, decay, batch, *, nk, nv, key_dim, max_slots, normalise, lat
                 for n, head in enumerate((nk + key_head, key_head)):
                     for i in range(halves):
                         source = qkv_g.at[tokens, pl.ds(head * key_dim + i * LINE, LINE)]
-                        plgpu.copy_gmem_to_smem(source, rows_s.at[stage, n, i], bar)
+                        if not wide:
+                            plgpu.copy_gmem_to_smem(source, rows_s.at[stage, n, i], bar)
+                        elif interpret is None:
+                            plgpu.async_prefetch(source)
                 for kind, source in enumerate((decay_g, beta_g)):
                     source = source.at[tokens, pl.ds(first_column(part), width)]
                     plgpu.copy_gmem_to_smem(source, raw_s.at[stage, kind], bar)
@@ -223,15 +228,23 @@ def preparation(qkv, decay, batch, *, nk, nv, key_dim, max_slots, normalise, lat
             return place, after
 
         def compute(place, stage, turn_over):
-            item, part, _, valid = place
+            item, part, t0, valid = place
             raw_tiles = tiles_s.at[stage]
+            if wide:
+                key_head = lax.div(part * heads, i32(group))
+                sources = [qkv_g.at[:, pl.ds(head * key_dim, key_dim)] for head in (nk + key_head, key_head)]
+                targets = (tiles_s if interpret is not None else keys_s).at[stage]
+                put_normalised(interpret, sources, t0, valid, [targets.at[n] for n in range(2)])
+                plgpu.commit_smem()
+                for n in range(2):
+                    plgpu.copy_smem_to_gmem(raw_tiles.at[n], kq_g[0].at[item, part, n])
             plgpu.barrier_wait(arrived.at[2 * unit + stage])
 
             @pl.when(valid < C)
             def _():
                 """Past the row's end zeros and decays of 1, whatever lies there."""
                 token, inside = iota((C,), 0, ROW), iota((C, LINE), 0) < valid
-                for n in range(2):
+                for n in range(0 if wide else 2):
                     for i in range(halves):
                         x = plgpu.load(raw_tiles.at[n, i], layout=WGMMA)
                         raw_tiles.at[n, i][...] = jnp.where(inside, x, jnp.zeros_like(x))
@@ -248,7 +261,7 @@ def preparation(qkv, decay, batch, *, nk, nv, key_dim, max_slots, normalise, lat
                     keys = raw_keys.at[i].transpose((1, 0))
                     kk_acc.mma(raw_keys.at[i], keys)
                     qk_acc.mma(raw_queries.at[i], keys)
-                if not normalise:
+                if wide:
                     return kk_acc.read(), qk_acc.read()
                 key, query = [[plgpu.load(raw_tiles.at[n, i], layout=WGMMA) for i in range(halves)] for n in range(2)]
                 rk, rq = [lax.rsqrt(sum_of_squares(interpret, *x) + EPS) for x in (key, query)]
@@ -259,12 +272,12 @@ def preparation(qkv, decay, batch, *, nk, nv, key_dim, max_slots, normalise, lat
 
             kk, qk, *normalised = accumulate(interpret, [(C, C), (C, C)], products)
             rk = rq = zero_tile((C,), f32, ROW) + 1.0
-            if not normalise:
+            if wide:
                 for n in range(2):
                     store(norms.at[n], rk)
             turn_over()  # and all warps are through with the products
-            key_s = (keys_s if normalise else tiles_s).at[stage, 0]
-            if normalise:
+            key_s = (tiles_s if wide else keys_s).at[stage, 0]
+            if not wide:
                 rk, rq, *key = normalised
                 # A square that overflows has the reciprocal norm 0, and then products may be infinite, or NaN: nothing
                 # is left of them. Where both squares are finite, so is the product.
@@ -310,8 +323,8 @@ def preparation(qkv, decay, batch, *, nk, nv, key_dim, max_slots, normalise, lat
                     ratio = jnp.exp2(ratio) * along_cols(load_vector(factors.at[slot, 0], COL), C)
                     if not late_r:
                         r_scale = along_rows(load_vector(factors.at[slot, 1], ROW), LINE)
-                        # The results of the head before have left their buffers.
-                        pl.when(n > 0)(lambda: plgpu.wait_smem_to_gmem(0, wait_read_only=True))
+                        # The results of the head before, or the queries, have left their buffers.
+                        pl.when((n > 0) | wide)(lambda: plgpu.wait_smem_to_gmem(0, wait_read_only=True))
                     # Above the diagonal the ratio may overflow.
                     w = lower_part(interpret, (w_acc.read(len(r_acc)) * ratio).astype(dtype))
                     for i in range(2):
@@ -340,8 +353,10 @@ def preparation(qkv, decay, batch, *, nk, nv, key_dim, max_slots, normalise, lat
     # X of two heads, for the products and for single warps.
     overlay = [swizzled_buffer((units, 2, C, C), f16), plgpu.SMEM((units, 2, C, C), f16)]
     tokens = (units, 2, 2, halves, C, LINE)
+    # Keys are normalised in place; float32 tokens come from registers, not by copies.
+    alias = plgpu.SMEM(tokens, f16) if wide else swizzled_buffer(tokens, f16)
     buffers = [
-        copy_target(interpret, tokens, dtype, swizzled_buffer(tokens, f16)),  # keys are normalised in place
+        copy_target(interpret, tokens, dtype, alias),
         plgpu.SMEM((units, 2, 2, C, width), f32),
         swizzled_buffer((units, 2 if late_r else 1, 2, C, HALF), dtype),
         plgpu.SMEM((units, 2, num_vectors * C), f32),
@@ -350,30 +365,32 @@ def preparation(qkv, decay, batch, *, nk, nv, key_dim, max_slots, normalise, lat
     ]
     if interpret is not None:  # where aliases are buffers of their own
         buffers.insert(1, swizzled_buffer(tokens, f16))
-    barriers = [plgpu.Barrier(num_arrivals=2 * halves + 2, num_barriers=2 * units)]
+    barriers = [plgpu.Barrier(num_arrivals=2 if wide else 2 * halves + 2, num_barriers=2 * units)]
     r_type = jax.ShapeDtypeStruct((items, nv, halves, C, LINE), dtype)
     results = [
         jax.ShapeDtypeStruct((items, nv, C + HALF, HALF), dtype),
         jax.ShapeDtypeStruct((items, nv, C, C), f16) if late_r else r_type,
         jax.ShapeDtypeStruct((items, nv, num_vectors * C), f32),
     ]
+    if wide:
+        results.append(jax.ShapeDtypeStruct((items, nv // heads, 2, halves, C, LINE), dtype))
     return work, buffers, barriers, overlay, results
 
 
-def run_prepare(
-    qkv, decay, beta, slot_idx, offsets, table, *, nk, nv, key_dim, max_slots, normalise, late_r, interpret
-):  # fmt: skip
+def run_prepare(qkv, decay, beta, slot_idx, offsets, table, *, nk, nv, key_dim, max_slots, late_r, interpret):
     """W [items, nv, C + HALF, HALF], R [items, nv, key_dim / LINE, C, LINE] and vectors [items, nv, NUM_VECTORS * C].
 
     With `late_r`, X, float16 [items, nv, C, C], takes the place of R, and there are ALL_VECTORS vectors. W comes as its
     two tiles of HALF columns, of which the second begins at row HALF: it is zero above. W and R have the dtype of the
-    tokens, the vectors are float32. The warpgroups of a CTA on every multiprocessor take places in turns.
+    tokens, float16 if that is float32, the vectors are float32. Of float32 tokens there are normalised keys and
+    queries, too, [items, parts of the value heads, 2, key_dim / LINE, C, LINE]. The warpgroups of a CTA on every
+    multiprocessor take places in turns.
     """
     total = decay.shape[0]
     batch = slot_idx.shape[0]
     work, buffers, barriers, overlay, results = preparation(
         qkv, decay, batch,
-        nk=nk, nv=nv, key_dim=key_dim, max_slots=max_slots, normalise=normalise, late_r=late_r, interpret=interpret,
+        nk=nk, nv=nv, key_dim=key_dim, max_slots=max_slots, late_r=late_r, interpret=interpret,
     )  # fmt: skip
     parts = nv // heads_at_once(nv // nk)
     items = total // C + batch
@@ -382,7 +399,8 @@ def run_prepare(
     units = units_of(key_dim)
     takers = ctas * units
 
-    def body(qkv_g, decay_g, beta_g, slot_g, off_g, table_g, w_g, r_g, vec_g, tokens_u, *scratch):
+    def body(qkv_g, decay_g, beta_g, slot_g, off_g, table_g, *refs):
+        results_g, (tokens_u, *scratch) = refs[: len(results)], refs[len(results) :]
         *scratch, overlay = scratch if interpret is None else (*scratch[:-2], [[x] for x in scratch[-2:]])
         scratch = *aliases_of(interpret, tokens_u), *scratch, *[ref for (ref,) in overlay]
         wg = lax.axis_index("wg")
@@ -401,7 +419,7 @@ def run_prepare(
             return item, part, b, start, length, item - first_item(table_g, b, length, items)
 
         count = lax.div(used + (takers - 1), i32(takers))
-        work((qkv_g, decay_g, beta_g, slot_g, w_g, r_g, vec_g), scratch, wg, count, place_of)
+        work((qkv_g, decay_g, beta_g, slot_g, *results_g), scratch, wg, count, place_of)
 
     kernel = plgpu.kernel(
         after_previous(body, interpret),

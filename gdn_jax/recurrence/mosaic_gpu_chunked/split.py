@@ -24,7 +24,9 @@ from gdn_jax.recurrence.mosaic_gpu_chunked.tiles import (
     accumulate,
     aliases_of,
     along_cols,
+    along_rows,
     copy_target,
+    f16,
     f32,
     i32,
     iota,
@@ -34,6 +36,17 @@ from gdn_jax.recurrence.mosaic_gpu_chunked.tiles import (
     store_transposed,
     swizzled_buffer,
     zero_tile,
+)
+from gdn_jax.recurrence.mosaic_gpu_chunked.values import (
+    bring_values,
+    in_full,
+    in_units,
+    inverse,
+    load_values,
+    unit_of,
+    value_aliases,
+    value_buffer,
+    value_parts,
 )
 
 
@@ -50,28 +63,32 @@ def cut_rows(offsets, table, total, count):
     return jnp.stack([x.astype(i32).reshape(-1) for x in segments])
 
 
-def segment_maps(qkv, r, vec, slot_idx, table, *, count, dims, max_slots, interpret):
+def segment_maps(qkv, kq, r, vec, slot_idx, table, *, count, dims, max_slots, interpret):
     """What segments do to the state, as (local, steps): only of the segments that another one follows.
 
     `local`, float32 [B * count, nv, VD, KD], is the transposed state that a segment leaves behind when it starts from
     zeros. `steps` are the states that the unit vectors become with values of zero, transposed: the map from the state
-    before the segment to its share in the state after it. They are sums of two arrays of the tokens' dtype, in tiles:
+    before the segment to its share in the state after it. They are sums of two arrays of 16 bits, in tiles:
     [B * count, nv, (KD / LINE) * 2 * (KD / LINE), LINE, LINE], by rows of tiles, the array, and columns.
     """
     nk, nv, key_dim, value_dim = dims
     group = nv // nk
     halves = key_dim // LINE
     stages = 3
-    dtype = qkv.dtype
+    wide = qkv.dtype == f32
+    dtype = f16 if wide else qkv.dtype
+    # With float32 tokens, states may be of any size, and two of these are exact enough.
+    step_dtype = jnp.bfloat16 if wide else dtype
     segments = table.shape[1]
     value_tiles = value_dim // C
     tiles = map_tiles(key_dim, value_dim)
 
     def body(
-        qkv_g, r_g, vec_g, slot_g, table_g, local_g, steps_g, k_u, v_u, r_s, vec_s, in_bar, in_free, done
+        qkv_g, kq_g, r_g, vec_g, slot_g, table_g, local_g, steps_g,
+        k_u, v_u, r_s, vec_s, in_bar, in_free, done,
     ):  # fmt: skip
         k_rows, k_tiles = aliases_of(interpret, k_u)
-        v_rows, v_tiles = aliases_of(interpret, v_u)
+        v_rows, v_tiles, _ = value_aliases(interpret, v_u)
         segment, head, column = [lax.axis_index(name) for name in ("segment", "head", "column")]
         key_head = lax.div(head, i32(group))
         wg = lax.axis_index("wg")
@@ -90,40 +107,52 @@ def segment_maps(qkv, r, vec, slot_idx, table, *, count, dims, max_slots, interp
                 plgpu.set_max_registers(232 if tiles == 2 else 240, action="increase")
             tile = column * tiles + m
             is_map = tile >= value_tiles
-            unit = iota((C, LINE), 0) + (tile - value_tiles) * C  # where a column of the identity has its 1
+            one = iota((C, LINE), 0) + (tile - value_tiles) * C  # where a column of the identity has its 1
 
-            def step(n, state):
+            def step(n, carry):
+                state, unit = carry
                 s = stage_of(n)
                 plgpu.barrier_wait(in_bar.at[s])
 
-                def chunk(u, *s_new):
+                def chunk(u, *s_new, unit=unit):
                     for i in range(halves):
                         u.mma(state[i].astype(dtype), k_tiles.at[s, i].transpose((1, 0)))
-                    v = plgpu.load(v_tiles.at[s, m].transpose((1, 0)), layout=WGMMA).astype(f32)
+                    v = load_values(interpret, v_tiles.at[s, m])
                     v = jnp.where(is_map, zero_tile((C, C), f32), v)
+                    change = None
+                    if wide:
+                        v, unit, change = in_units(v, unit)
+
+                    def changed(x):
+                        return x * along_rows(change, x.shape[1]) if wide else x
+
                     k_scale = along_cols(load_vector(vec_s.at[s, pl.ds(K_SCALE * C, C)], COL), C)
                     decay = jnp.exp2(vec_s[s, (LOG_GAMMA + 1) * C - 1])
-                    d = (v - u.read() * k_scale).astype(dtype)
+                    d = (v - changed(u.read()) * k_scale).astype(dtype)
                     for i in range(halves):
-                        s_new[i].set(state[i] * decay)
+                        s_new[i].set(changed(state[i]) * decay)
                         s_new[i].mma(d, r_s.at[s, i])
-                    return tuple(x.read() for x in s_new)
+                    return tuple(x.read() for x in s_new), unit
 
-                state = accumulate(interpret, [(C, C)] + [(C, LINE)] * halves, chunk)
+                carry = accumulate(interpret, [(C, C)] + [(C, LINE)] * halves, chunk)
                 if interpret is not None:
                     plgpu.commit_smem()
                 plgpu.barrier_arrive(in_free.at[s])
-                return state
+                return carry
 
             @pl.when(n_chunks > 0)
             def _():
-                state = tuple(jnp.where(iota((C, LINE), 1) + i * LINE == unit, 1.0, 0.0) for i in range(halves))
-                state = lax.fori_loop(0, n_chunks, step, state)
+                state = tuple(jnp.where(iota((C, LINE), 1) + i * LINE == one, 1.0, 0.0) for i in range(halves))
+                unit = unit_of(*state) if wide else None
+                if unit is not None:
+                    state = tuple(x * along_rows(inverse(unit), LINE) for x in state)
+                state, unit = lax.fori_loop(0, n_chunks, step, (state, unit))
+                state = tuple(in_full(x, unit) for x in state)
 
                 @pl.when(is_map)
                 def _():
                     for i in range(halves):
-                        high = state[i].astype(dtype)
+                        high = state[i].astype(step_dtype)
                         for n, x in enumerate((high, state[i] - high.astype(f32))):
                             store(steps_g.at[segment, head, ((tile - value_tiles) * 2 + n) * halves + i], x)
 
@@ -147,16 +176,16 @@ def segment_maps(qkv, r, vec, slot_idx, table, *, count, dims, max_slots, interp
                 def _():
                     plgpu.barrier_wait(in_free.at[s])
 
-                def copy(channel, target):
-                    source = qkv_g.at[pl.ds(start + n * C, C), pl.ds(channel, LINE)]
-                    plgpu.copy_gmem_to_smem(source, target, in_bar.at[s])
-
                 for i in range(halves):
-                    copy((nk + key_head) * key_dim + i * LINE, k_rows.at[s, i])
+                    source = qkv_g.at[pl.ds(start + n * C, C), pl.ds((nk + key_head) * key_dim + i * LINE, LINE)]
+                    if wide:
+                        source = kq_g.at[item + n, lax.div(head, i32(nv // kq_g.shape[1])), 0, i]
+                    plgpu.copy_gmem_to_smem(source, k_rows.at[s, i], in_bar.at[s])
                 plgpu.copy_gmem_to_smem(vec_g.at[item + n, head], vec_s.at[s], in_bar.at[s])
                 for m in range(tiles):
                     tile = jnp.minimum(column * tiles + m, value_tiles - 1)  # not used by a map
-                    copy(2 * nk * key_dim + head * value_dim + tile * C, v_rows.at[s, m])
+                    channel = 2 * nk * key_dim + head * value_dim + tile * C
+                    bring_values(qkv_g, start + n * C, channel, v_rows.at[s, m], in_bar.at[s])
                 plgpu.copy_gmem_to_smem(r_g.at[item + n, head], r_s.at[s], in_bar.at[s])
 
             lax.fori_loop(0, n_chunks, bring, None)
@@ -173,7 +202,7 @@ def segment_maps(qkv, r, vec, slot_idx, table, *, count, dims, max_slots, interp
         after_previous(body, interpret),
         out_type=[
             jax.ShapeDtypeStruct((segments, nv, value_dim, key_dim), f32),
-            jax.ShapeDtypeStruct((segments, nv, halves * 2 * halves, LINE, LINE), dtype),
+            jax.ShapeDtypeStruct((segments, nv, halves * 2 * halves, LINE, LINE), step_dtype),
         ],
         grid=((value_tiles + halves) // tiles, nv, segments),
         grid_names=("column", "head", "segment"),
@@ -181,10 +210,10 @@ def segment_maps(qkv, r, vec, slot_idx, table, *, count, dims, max_slots, interp
         thread_name="wg",
         scratch_types=[
             copy_target(interpret, (stages, halves, C, LINE), dtype),
-            copy_target(interpret, (stages, tiles, C, C), dtype),
+            value_buffer(interpret, (stages, tiles), qkv.dtype),
             swizzled_buffer((stages, halves, C, LINE), dtype),
             plgpu.SMEM((stages, NUM_VECTORS * C), f32),
-            bar(num_arrivals=halves + tiles + 2, num_barriers=stages),
+            bar(num_arrivals=halves + tiles * value_parts(qkv.dtype) + 2, num_barriers=stages),
             bar(num_arrivals=tiles, num_barriers=stages),
             bar(num_arrivals=tiles + 1),
         ],
@@ -192,7 +221,7 @@ def segment_maps(qkv, r, vec, slot_idx, table, *, count, dims, max_slots, interp
         interpret=interpret,
         kernel_name="gated_delta_chunk_maps",
     )
-    return kernel(qkv, r, vec, slot_idx, table)
+    return kernel(qkv, kq, r, vec, slot_idx, table)
 
 
 def initial_states(local, steps, states, count, interpret):
