@@ -94,17 +94,14 @@ def window_buffers(plan, key_dim, group, dtypes, records) -> list[tuple[tuple[in
     """Shapes and dtypes of what a program with a window keeps in shared memory."""
     token, pool, f32 = *dtypes, jnp.dtype(jnp.float32)
     window, tile = plan.window, plan.tile
-    buffers = [((key_dim, tile), pool), ((window, key_dim), f32), ((window, key_dim), f32)]
+    state, values = ((key_dim, tile), pool), ((2, window, tile), token)
+    keys, factors = ((window, key_dim), f32), ((window, tile), f32)
     if window == SHORT_WINDOW:
-        buffers += [((3, window), f32), ((2, window, key_dim), token)]
-    else:
-        buffers += [((5, window), f32), ((2, window, key_dim), token), ((2, window, key_dim), token)]
-    buffers.append(((2, window, tile), token))
-    if records:
-        buffers.append(((window, tile), f32))
-    if window == SHORT_WINDOW:
-        buffers += [((2, window, group), f32), ((2, 5 if records else 4), jnp.dtype(jnp.int32))]
-    return buffers
+        buffers = [state, ((window, 2 * key_dim), f32), ((3, window), f32), ((2, window, key_dim), token), values]
+        buffers += [factors, ((2, window, group), f32), ((2, 5 if records else 4), jnp.dtype(jnp.int32))]
+        return [*buffers, keys] if records else buffers
+    buffers = [state, keys, keys, ((5, window), f32), *[((2, window, key_dim), token)] * 2, values]
+    return [*buffers, factors] if records else buffers
 
 
 def shared_bytes(plan, key_dim, group, dtypes, records) -> int:

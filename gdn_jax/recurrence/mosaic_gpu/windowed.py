@@ -12,7 +12,6 @@ from gdn_jax._mosaic import is_row_of, load, store, warp_barrier, warpgroup_barr
 from gdn_jax.recurrence.mosaic_gpu.plan import Call, window_scratch
 from gdn_jax.recurrence.mosaic_gpu.step import (
     KeyVectors,
-    Tile,
     ring_row,
     row_bounds,
     token_rows_layout,
@@ -20,6 +19,7 @@ from gdn_jax.recurrence.mosaic_gpu.step import (
     zero_tokens,
     zero_uncovered,
 )
+from gdn_jax.recurrence.mosaic_gpu.window_tile import WindowTile
 
 
 class RunRow(NamedTuple):
@@ -54,7 +54,8 @@ def scratch_types(call: Call) -> list:
 
 
 def body(call: Call):
-    tile, window, whole = call.plan.tile, call.plan.window, Tile(call.plan.tile, call.interpret)
+    tile, window = call.plan.tile, call.plan.window
+    whole = WindowTile(tile, call.key_dim, call.interpret)
 
     def windowed(qkv_g, decay_g, beta_g, slot_g, offset_g, has_g, *refs):
         """Tiles one after the other, each in registers; the next one's state and values are on their way meanwhile.
@@ -73,9 +74,9 @@ def body(call: Call):
         # A block's workers are far apart, so that the last round of runs is spread over all multiprocessors.
         worker = warpgroup * call.num_blocks + lax.axis_index("block")
         scratch = [ref.at[warpgroup] for ref in scratch]
-        state_s, keys_s, queries_s, scales_s, raw_s, values_s, *scratch, gates_s, rows_s = scratch
+        state_s, words_s, scales_s, raw_s, values_s, factors_s, gates_s, rows_s, *scratch = scratch
         if call.records:
-            (factors_s,) = scratch
+            (keys_s,) = scratch
         vectors = KeyVectors(call.key_dim, window)
         num_runs = call.num_programs // call.plan.run
 
@@ -158,8 +159,9 @@ def body(call: Call):
                 """Keys, queries, scales and gates of the run's tile i in the window that begins at token `first`."""
                 plgpu.barrier_wait(keys_arrived.at[warpgroup])
                 keys, queries = (vectors.load(raw_s.at[which]) for which in range(2))
-                vectors.store(keys_s, keys)
-                vectors.store(queries_s, queries)
+                whole.store_words(words_s, keys, queries, vectors.layout)
+                if call.records:
+                    vectors.store(keys_s, keys)
                 for j, gate in enumerate(gates):
                     store(gates_s.at[j], gate)
                 for j, scale in enumerate(vectors.scales(keys, queries)):
@@ -209,20 +211,18 @@ def body(call: Call):
 
                     def token(p, state):
                         needed = commits | (first + p + 1 < end) if call.records else None
-                        state, out, factor = whole.step(
+                        state, out = whole.window_step(
                             state,
-                            whole.load_keys([keys_s.at[p, c] for c in call.chunks]),
-                            whole.load_keys([queries_s.at[p, c] for c in call.chunks]),
-                            load(values_s.at[stage, p], whole.value_layout),
+                            words_s.at[p],
+                            load(values_s.at[stage, p], whole.spread_layout),
                             [
                                 *(gates_s[j, p + gates_shift, member] for j in range(2)),
                                 *(scales_s[j, p] for j in range(3)),
                             ],
-                            needed=needed,
+                            factors_s.at[p],
+                            needed,
                         )
                         store(out_g.at[first + p, out_columns], out)
-                        if call.records:
-                            store(factors_s.at[p], factor)
                         return state
 
                     count = jnp.minimum(end - first, window)

@@ -1,0 +1,188 @@
+"""One token over a tile of a state as the kernel of short windows takes it: with as few instructions as there can be.
+
+That kernel is bound by the instructions it issues and by the registers they read (docs/kernels_sequential.md). Hence
+
+- a lane has one row of each chunk and so many columns that a key, once read, is multiplied by all of them;
+- the keys of several chunks come to it in one access;
+- lanes exchange only those sums that the other one goes on with, so each ends with those of one column, and
+  computes its output and factor alone.
+"""
+
+import math
+
+import jax.experimental.mosaic.gpu as mgpu
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, vector
+from jaxlib.mlir.dialects import math as mlir_math
+
+from gdn_jax._mosaic import KEY_ROWS, along_values, load, store, warp_barrier
+from gdn_jax.recurrence.mosaic_gpu.step import Tile, add_products, finish_sums, token_output
+
+_COLUMN_LANES = 32 // KEY_ROWS
+"""Lanes side by side along the columns of a warp."""
+
+
+def _layout(tiles, warp_dims, lane_dims):
+    return plgpu.Layout.TILED(plgpu.Tiling(tiles), warp_dims, lane_dims, -1)
+
+
+def _array(registers, layout, shape):
+    """An array from what a thread has of it, in the order of its layout."""
+    tiled = layout.to_mgpu()
+    places = np.empty(tiled.registers_shape(shape), dtype=object)
+    for place, register in zip(np.ndindex(places.shape), registers, strict=True):
+        places[place] = vector.from_elements(ir.VectorType.get((1,), register.type), [register])
+    return mgpu.FragmentedArray(_registers=places, _layout=tiled, _is_signed=None)
+
+
+class WindowTile(Tile):
+    """A tile whose lanes hold one row of each chunk and `width / 16` neighbouring columns.
+
+    Attributes:
+        spread_layout: of a value vector, a column a lane; where a lane has fewer than eight columns, several lanes have
+            the same one.
+    """
+
+    def __init__(self, width, key_dim, interpret):
+        self.width = width
+        self.key_dim = key_dim
+        self.interpret = interpret
+        self.columns = columns = width // 4 // _COLUMN_LANES
+        self.layout = _layout(((KEY_ROWS, width), (width // 4,), (columns,)), (-3,), (-4, -2))
+        self.key_layout, self.value_layout = self.layout.reduce(1), self.layout.reduce(0)
+        halvings = columns.bit_length() - 1
+        tiles = (width,), (width // 4,), *((columns >> i,) for i in range(halvings + 1))
+        # Of the bits of a lane's row the first picks a half of its columns, the next a half of that.
+        halves = range(-2, -2 - halvings, -1)
+        repeat = () if columns == KEY_ROWS else (plgpu.Replicated(KEY_ROWS // columns),)
+        self.spread_layout = _layout(tiles, (-3 - halvings,), (*repeat, *halves, -2 - halvings))
+        # Chunks whose keys a lane loads together.
+        self.together = math.gcd(key_dim // KEY_ROWS, 4)
+        self.words_layout = _layout(
+            ((KEY_ROWS * self.together,), (self.together,)),
+            (plgpu.Replicated(4),),
+            (-2, plgpu.Replicated(_COLUMN_LANES)),
+        )
+
+    def store_words(self, ref, keys, queries, layout):
+        """Keys and then queries of a window, pieces [window, piece] as of `KeyVectors`, as `sums` loads them.
+
+        The key of row `r` of chunk `c` goes to `[c // together, r, c % together]`.
+        """
+        if self.interpret is not None:
+            for first, pieces in ((0, keys), (self.key_dim, queries)):
+                for piece in pieces:
+                    store(ref.at[:, first : first + piece.shape[1]], piece)
+                    first += piece.shape[1]
+            return
+
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), [[layout] * len(keys)] * 2))
+        def stores(_, ref, vectors):
+            index, i32 = ir.IndexType.get(), ir.IntegerType.get_signless(32)
+
+            def split(x, n):
+                return arith.divui(x, mgpu.c(n, i32)), arith.remui(x, mgpu.c(n, i32))
+
+            warp, lane = split(arith.remui(mgpu.thread_idx(), mgpu.c(128, i32)), 32)
+            lane = split(lane, math.gcd(self.key_dim, 32))[1]
+            for which, pieces in enumerate(vectors):
+                for i, piece in enumerate(pieces):
+                    register = piece.registers.item()
+                    (count,) = register.type.shape
+                    for j in range(count):
+                        key = arith.addi(arith.muli(lane, mgpu.c(count, i32)), mgpu.c(i * piece.shape[1] + j, i32))
+                        chunk, row = split(key, KEY_ROWS)
+                        group, member = split(chunk, self.together)
+                        at = arith.addi(arith.muli(group, mgpu.c(KEY_ROWS, i32)), row)
+                        at = arith.addi(arith.muli(at, mgpu.c(self.together, i32)), member)
+                        at = arith.addi(at, mgpu.c(which * self.key_dim, i32))
+                        part = vector.from_elements(
+                            ir.VectorType.get((1,), register.type.element_type), [vector.extract(register, [], [j])]
+                        )
+                        vector.store(part, ref, [arith.index_cast(index, warp), arith.index_cast(index, at)])
+
+        stores(ref, [keys, queries])  # pyright: ignore[reportCallIssue]
+
+    def sums(self, state, words):
+        """`S^T k` and `S^T q` in `spread_layout`, and the keys, as chunks.
+
+        `words` is what `store_words` wrote for the token.
+        """
+        if self.interpret is not None:
+            chunks = [
+                [
+                    load(words.at[i : i + KEY_ROWS], self.key_layout)
+                    for i in range(first, first + self.key_dim, KEY_ROWS)
+                ]
+                for first in (0, self.key_dim)
+            ]
+            keys, queries = ([along_values(x, self.width, self.layout) for x in xs] for xs in chunks)
+            totals = finish_sums(add_products(self.zeros(2), state, keys, queries))
+            return [plgpu.layout_cast(total, self.spread_layout) for total in totals], chunks[0]
+
+        count, f32 = len(state), jnp.dtype(jnp.float32)
+
+        @plgpu.inline_mgpu(
+            arg_types=([self.layout] * count, self.words_layout),
+            return_type=[
+                [plgpu.ShapeDtypeStruct((self.width,), f32, self.spread_layout)] * 2,
+                [plgpu.ShapeDtypeStruct((KEY_ROWS,), f32, self.key_layout)] * count,
+            ],
+        )
+        def summed(_, state, words):
+            words = [vector.extract(x, [], [i]) for x in words.registers.flat for i in range(self.together)]
+            keys, vectors = words[:count], (words[:count], words[count:])
+            totals = [[mgpu.c(0.0, ir.F32Type.get())] * self.columns for _ in vectors]
+            for i, chunk in enumerate(state):
+                row = [vector.extract(chunk.registers.item(), [], [j]) for j in range(self.columns)]
+                totals = [
+                    [mlir_math.fma(s, x[i], total) for s, total in zip(row, of, strict=True)]
+                    for x, of in zip(vectors, totals, strict=True)
+                ]
+            distance = _COLUMN_LANES
+            while distance < 32:
+                totals = [self._exchanged(of, distance) for of in totals]
+                distance *= 2
+            return [
+                [_array(of, self.spread_layout, (self.width,)) for of in totals],
+                [_array([key], self.key_layout, (KEY_ROWS,)) for key in keys],
+            ]
+
+        words = plgpu.load(words, layout=self.words_layout, optimized=False)
+        return summed(state, words)  # pyright: ignore[reportCallIssue]
+
+    @staticmethod
+    def _exchanged(sums, distance):
+        """This lane's half of its sums and those of the lane that far away, or all of one."""
+        if len(sums) > 1:
+            i32 = ir.IntegerType.get_signless(32)
+            bit = arith.andi(mgpu.thread_idx(), mgpu.c(distance, i32))
+            upper = arith.cmpi(arith.CmpIPredicate.ne, bit, mgpu.c(0, i32))
+            pairs = list(zip(sums[: len(sums) // 2], sums[len(sums) // 2 :], strict=True))
+            kept = [arith.select(upper, b, a) for a, b in pairs]
+            given = [arith.select(upper, a, b) for a, b in pairs]
+        else:
+            kept = given = sums
+        return [arith.addf(a, mgpu.utils.shfl_bfly(b, distance)) for a, b in zip(kept, given, strict=True)]
+
+    def window_step(self, state, words, value, gates, factor_s, needed=None):
+        """New state (the old one where `needed` is false) and output; the delta factor is left in `factor_s`."""
+        sums, keys = self.sums(state, words)
+        out, factor = token_output(sums, value, gates)
+        store(factor_s, factor)
+
+        def updated():
+            # A lane needs the factors of the lanes beside it.
+            warp_barrier(self.interpret)
+            return self.update(
+                state,
+                [along_values(key, self.width, self.layout) for key in keys],
+                load(factor_s, self.value_layout),
+                gates[0],
+            )
+
+        return updated() if needed is None else lax.cond(needed, updated, lambda: state), out
