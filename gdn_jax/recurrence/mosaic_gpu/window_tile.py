@@ -14,6 +14,7 @@ import jax.experimental.mosaic.gpu as mgpu
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, vector
@@ -107,53 +108,45 @@ class WindowTile(Tile):
 
         stores(ref, [keys, queries])  # pyright: ignore[reportCallIssue]
 
-    def sums(self, state, words):
-        """`S^T k` and `S^T q` in `spread_layout`, and the keys, as chunks.
-
-        `words` is what `store_words` wrote for the token.
-        """
+    def load_words(self, words):
+        """Chunks of the keys of a token, then of its queries, or of the keys alone, from what `store_words` wrote."""
         if self.interpret is not None:
-            chunks = [
-                [
-                    load(words.at[i : i + KEY_ROWS], self.key_layout)
-                    for i in range(first, first + self.key_dim, KEY_ROWS)
-                ]
-                for first in (0, self.key_dim)
-            ]
-            keys, queries = ([along_values(x, self.width, self.layout) for x in xs] for xs in chunks)
-            totals = finish_sums(add_products(self.zeros(2), state, keys, queries))
-            return [plgpu.layout_cast(total, self.spread_layout) for total in totals], chunks[0]
+            return [load(words.at[pl.ds(i, KEY_ROWS)], self.key_layout) for i in range(0, words.shape[0], KEY_ROWS)]
 
-        count, f32 = len(state), jnp.dtype(jnp.float32)
+        count = words.shape[0] // KEY_ROWS
+        array = plgpu.ShapeDtypeStruct((KEY_ROWS,), jnp.dtype(jnp.float32), self.key_layout)
 
-        @plgpu.inline_mgpu(
-            arg_types=([self.layout] * count, self.words_layout),
-            return_type=[
-                [plgpu.ShapeDtypeStruct((self.width,), f32, self.spread_layout)] * 2,
-                [plgpu.ShapeDtypeStruct((KEY_ROWS,), f32, self.key_layout)] * count,
-            ],
-        )
-        def summed(_, state, words):
+        @plgpu.inline_mgpu(arg_types=(self.words_layout,), return_type=[array] * count)
+        def chunks(_, words):
             words = [vector.extract(x, [], [i]) for x in words.registers.flat for i in range(self.together)]
-            keys, vectors = words[:count], (words[:count], words[count:])
+            return [_array([word], self.key_layout, (KEY_ROWS,)) for word in words]
+
+        return chunks(plgpu.load(words, layout=self.words_layout, optimized=False))  # pyright: ignore[reportCallIssue]
+
+    def sums(self, state, words):
+        """`S^T k` and `S^T q` in `spread_layout`; `words` is what `store_words` wrote for the token."""
+        words = self.load_words(words)
+        keys, queries = words[: len(state)], words[len(state) :]
+        if self.interpret is not None:
+            spread = ([along_values(x, self.width, self.layout) for x in xs] for xs in (keys, queries))
+            totals = finish_sums(add_products(self.zeros(2), state, *spread))
+            return [plgpu.layout_cast(total, self.spread_layout) for total in totals]
+
+        count, sums = len(state), plgpu.ShapeDtypeStruct((self.width,), jnp.dtype(jnp.float32), self.spread_layout)
+
+        @plgpu.inline_mgpu(arg_types=([self.layout] * count, [[self.key_layout] * count] * 2), return_type=[sums] * 2)
+        def summed(_, state, vectors):
             totals = [[mgpu.c(0.0, ir.F32Type.get())] * self.columns for _ in vectors]
             for i, chunk in enumerate(state):
                 row = [vector.extract(chunk.registers.item(), [], [j]) for j in range(self.columns)]
-                totals = [
-                    [mlir_math.fma(s, x[i], total) for s, total in zip(row, of, strict=True)]
-                    for x, of in zip(vectors, totals, strict=True)
-                ]
-            distance = _COLUMN_LANES
-            while distance < 32:
+                for of, chunks in zip(totals, vectors, strict=True):
+                    x = vector.extract(chunks[i].registers.item(), [], [0])
+                    of[:] = [mlir_math.fma(s, x, total) for s, total in zip(row, of, strict=True)]
+            for distance in (_COLUMN_LANES << i for i in range(KEY_ROWS.bit_length() - 1)):
                 totals = [self._exchanged(of, distance) for of in totals]
-                distance *= 2
-            return [
-                [_array(of, self.spread_layout, (self.width,)) for of in totals],
-                [_array([key], self.key_layout, (KEY_ROWS,)) for key in keys],
-            ]
+            return [_array(of, self.spread_layout, (self.width,)) for of in totals]
 
-        words = plgpu.load(words, layout=self.words_layout, optimized=False)
-        return summed(state, words)  # pyright: ignore[reportCallIssue]
+        return summed(state, [keys, queries])  # pyright: ignore[reportCallIssue]
 
     @staticmethod
     def _exchanged(sums, distance):
@@ -171,18 +164,15 @@ class WindowTile(Tile):
 
     def window_step(self, state, words, value, gates, factor_s, needed=None):
         """New state (the old one where `needed` is false) and output; the delta factor is left in `factor_s`."""
-        sums, keys = self.sums(state, words)
-        out, factor = token_output(sums, value, gates)
+        out, factor = token_output(self.sums(state, words), value, gates)
         store(factor_s, factor)
 
         def updated():
             # A lane needs the factors of the lanes beside it.
             warp_barrier(self.interpret)
-            return self.update(
-                state,
-                [along_values(key, self.width, self.layout) for key in keys],
-                load(factor_s, self.value_layout),
-                gates[0],
-            )
+            # Keys again, from behind the barrier: a few loads, but no registers that they would hold until here.
+            keys = self.load_words(words.at[pl.ds(0, self.key_dim)])
+            keys = [along_values(key, self.width, self.layout) for key in keys]
+            return self.update(state, keys, load(factor_s, self.value_layout), gates[0])
 
         return updated() if needed is None else lax.cond(needed, updated, lambda: state), out
