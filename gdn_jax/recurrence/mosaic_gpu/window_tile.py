@@ -18,10 +18,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, vector
-from jaxlib.mlir.dialects import math as mlir_math
 
 from gdn_jax._mosaic import KEY_ROWS, along_values, load, store, warp_barrier
-from gdn_jax.recurrence.mosaic_gpu.step import Tile, add_products, finish_sums, token_output
+from gdn_jax.recurrence.mosaic_gpu.step import Tile, add_products, token_output
 
 _COLUMN_LANES = 32 // KEY_ROWS
 """Lanes side by side along the columns of a warp."""
@@ -123,55 +122,47 @@ class WindowTile(Tile):
 
         return chunks(plgpu.load(words, layout=self.words_layout, optimized=False))  # pyright: ignore[reportCallIssue]
 
-    def sums(self, state, words):
-        """`S^T k` and `S^T q` in `spread_layout`; `words` is what `store_words` wrote for the token."""
-        words = self.load_words(words)
-        keys, queries = words[: len(state)], words[len(state) :]
+    def finish(self, total):
+        """The sum over the rows of a chunk, in `spread_layout`.
+
+        A lane gives away the sums that the other one goes on with, and so ends with one column's.
+        """
         if self.interpret is not None:
-            spread = ([along_values(x, self.width, self.layout) for x in xs] for xs in (keys, queries))
-            totals = finish_sums(add_products(self.zeros(2), state, *spread))
-            return [plgpu.layout_cast(total, self.spread_layout) for total in totals]
+            return plgpu.layout_cast(jnp.sum(total, axis=0), self.spread_layout)
 
-        count, sums = len(state), plgpu.ShapeDtypeStruct((self.width,), jnp.dtype(jnp.float32), self.spread_layout)
-
-        @plgpu.inline_mgpu(arg_types=([self.layout] * count, [[self.key_layout] * count] * 2), return_type=[sums] * 2)
-        def summed(_, state, vectors):
-            totals = [[mgpu.c(0.0, ir.F32Type.get())] * self.columns for _ in vectors]
-            for i, chunk in enumerate(state):
-                row = [vector.extract(chunk.registers.item(), [], [j]) for j in range(self.columns)]
-                for of, chunks in zip(totals, vectors, strict=True):
-                    x = vector.extract(chunks[i].registers.item(), [], [0])
-                    of[:] = [mlir_math.fma(s, x, total) for s, total in zip(row, of, strict=True)]
-            for distance in (_COLUMN_LANES << i for i in range(KEY_ROWS.bit_length() - 1)):
-                totals = [self._exchanged(of, distance) for of in totals]
-            return [_array(of, self.spread_layout, (self.width,)) for of in totals]
-
-        return summed(state, [keys, queries])  # pyright: ignore[reportCallIssue]
-
-    @staticmethod
-    def _exchanged(sums, distance):
-        """This lane's half of its sums and those of the lane that far away, or all of one."""
-        if len(sums) > 1:
+        @plgpu.inline_mgpu(
+            arg_types=(self.layout,),
+            return_type=plgpu.ShapeDtypeStruct((self.width,), jnp.dtype(jnp.float32), self.spread_layout),
+        )
+        def finished(_, total):
             i32 = ir.IntegerType.get_signless(32)
-            bit = arith.andi(mgpu.thread_idx(), mgpu.c(distance, i32))
-            upper = arith.cmpi(arith.CmpIPredicate.ne, bit, mgpu.c(0, i32))
-            pairs = list(zip(sums[: len(sums) // 2], sums[len(sums) // 2 :], strict=True))
-            kept = [arith.select(upper, b, a) for a, b in pairs]
-            given = [arith.select(upper, a, b) for a, b in pairs]
-        else:
-            kept = given = sums
-        return [arith.addf(a, mgpu.utils.shfl_bfly(b, distance)) for a, b in zip(kept, given, strict=True)]
+            sums = [vector.extract(total.registers.item(), [], [i]) for i in range(self.columns)]
+            for distance in (_COLUMN_LANES << i for i in range(KEY_ROWS.bit_length() - 1)):
+                kept = given = sums
+                if len(sums) > 1:
+                    bit = arith.andi(mgpu.thread_idx(), mgpu.c(distance, i32))
+                    upper = arith.cmpi(arith.CmpIPredicate.ne, bit, mgpu.c(0, i32))
+                    halves = list(zip(sums[: len(sums) // 2], sums[len(sums) // 2 :], strict=True))
+                    kept = [arith.select(upper, b, a) for a, b in halves]
+                    given = [arith.select(upper, a, b) for a, b in halves]
+                sums = [arith.addf(a, mgpu.utils.shfl_bfly(b, distance)) for a, b in zip(kept, given, strict=True)]
+            return _array(sums, self.spread_layout, (self.width,))
 
-    def window_step(self, state, words, value, gates, factor_s, needed=None):
+        return finished(total)  # pyright: ignore[reportCallIssue]
+
+    def window_step(self, state, words_s, value, gates, factor_s, needed=None):
         """New state (the old one where `needed` is false) and output; the delta factor is left in `factor_s`."""
-        out, factor = token_output(self.sums(state, words), value, gates)
+        words = self.load_words(words_s)
+        words = [along_values(word, self.width, self.layout) for word in words]
+        totals = add_products(self.zeros(2), state, words[: len(state)], words[len(state) :])
+        out, factor = token_output([self.finish(total) for total in totals], value, gates)
         store(factor_s, factor)
 
         def updated():
             # A lane needs the factors of the lanes beside it.
             warp_barrier(self.interpret)
             # Keys again, from behind the barrier: a few loads, but no registers that they would hold until here.
-            keys = self.load_words(words.at[pl.ds(0, self.key_dim)])
+            keys = self.load_words(words_s.at[pl.ds(0, self.key_dim)])
             keys = [along_values(key, self.width, self.layout) for key in keys]
             return self.update(state, keys, load(factor_s, self.value_layout), gates[0])
 
