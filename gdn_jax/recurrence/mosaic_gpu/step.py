@@ -188,17 +188,26 @@ class KeyVectors:
         return key_scale, query_scale, dot(key, query)
 
 
-def token_output(sums, value, gates):
-    """Output and delta factor of one token, from `S^T k`, `S^T q`, and decay, beta and `scales`.
+def token_factor(against_key, value, gates):
+    """Delta factor of one token, what the raw key is multiplied by in the update, from `S^T k` and `gates`.
 
-    The factor is what the raw key is multiplied by in the update.
+    These are decay, beta and `scales`.
     """
-    against_key, against_query = sums
-    decay, beta, key_scale, query_scale, key_query = gates
-    factor = (value - against_key * (decay * key_scale)) * (beta * key_scale)
+    decay, beta, key_scale, _, _ = gates
+    return (value - against_key * (decay * key_scale)) * (beta * key_scale)
+
+
+def output_of(against_query, factor, gates):
+    """Output of one token from `S^T q`, its delta factor and its gates."""
+    decay, _, _, query_scale, key_query = gates
     # The barrier fixes which of the two products is fused into the sum.
-    out = (lax.optimization_barrier(against_query * decay) + key_query * factor) * query_scale
-    return out, factor
+    return (lax.optimization_barrier(against_query * decay) + key_query * factor) * query_scale
+
+
+def token_output(sums, value, gates):
+    """Output and delta factor of one token, from `S^T k`, `S^T q`, and its gates."""
+    factor = token_factor(sums[0], value, gates)
+    return output_of(sums[1], factor, gates), factor
 
 
 def row_bounds(offsets, b, num_tokens):

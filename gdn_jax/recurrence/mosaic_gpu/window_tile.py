@@ -20,7 +20,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, vector
 
 from gdn_jax._mosaic import KEY_ROWS, along_values, load, store, warp_barrier
-from gdn_jax.recurrence.mosaic_gpu.step import Tile, add_products, token_output
+from gdn_jax.recurrence.mosaic_gpu.step import Tile, add_products, output_of, token_factor
 
 _COLUMN_LANES = 32 // KEY_ROWS
 """Lanes side by side along the columns of a warp."""
@@ -155,8 +155,11 @@ class WindowTile(Tile):
         words = self.load_words(words_s)
         words = [along_values(word, self.width, self.layout) for word in words]
         totals = add_products(self.zeros(2), state, words[: len(state)], words[len(state) :])
-        out, factor = token_output([self.finish(total) for total in totals], value, gates)
+        factor = token_factor(self.finish(totals[0]), value, gates)
         store(factor_s, factor)
+
+        def output():
+            return output_of(self.finish(totals[1]), factor, gates)
 
         def updated():
             # A lane needs the factors of the lanes beside it.
@@ -164,6 +167,7 @@ class WindowTile(Tile):
             # Keys again, from behind the barrier: a few loads, but no registers that they would hold until here.
             keys = self.load_words(words_s.at[pl.ds(0, self.key_dim)])
             keys = [along_values(key, self.width, self.layout) for key in keys]
-            return self.update(state, keys, load(factor_s, self.value_layout), gates[0])
+            # Both in one piece of code, so that the update hides the exchange.
+            return self.update(state, keys, load(factor_s, self.value_layout), gates[0]), output()
 
-        return updated() if needed is None else lax.cond(needed, updated, lambda: state), out
+        return updated() if needed is None else lax.cond(needed, updated, lambda: (state, output()))
