@@ -151,7 +151,7 @@ class WindowTile(Tile):
         return finished(total)  # pyright: ignore[reportCallIssue]
 
     def window_step(self, state, words_s, value, gates, factor_s, needed=None):
-        """New state (the old one where `needed` is false) and output; the delta factor is left in `factor_s`."""
+        """New state (the old one where `needed` is false), output and delta factor, both in `spread_layout`."""
         words = self.load_words(words_s)
         words = [along_values(word, self.width, self.layout) for word in words]
         totals = add_products(self.zeros(2), state, words[: len(state)], words[len(state) :])
@@ -170,4 +170,5 @@ class WindowTile(Tile):
             # Both in one piece of code, so that the update hides the exchange.
             return self.update(state, keys, load(factor_s, self.value_layout), gates[0]), output()
 
-        return updated() if needed is None else lax.cond(needed, updated, lambda: (state, output()))
+        state, out = updated() if needed is None else lax.cond(needed, updated, lambda: (state, output()))
+        return state, out, factor

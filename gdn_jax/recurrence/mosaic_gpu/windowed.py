@@ -8,14 +8,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from gdn_jax._mosaic import is_row_of, load, store, warp_barrier, warpgroup_barrier
+from gdn_jax._mosaic import is_row_of, load, store, vector_layout, warpgroup_barrier
 from gdn_jax.recurrence.mosaic_gpu.plan import Call, window_scratch
 from gdn_jax.recurrence.mosaic_gpu.step import (
     KeyVectors,
     ring_row,
     row_bounds,
     token_rows_layout,
-    write_record,
     zero_tokens,
     zero_uncovered,
 )
@@ -75,7 +74,7 @@ def body(call: Call):
         # A block's workers are far apart, so that the last round of runs is spread over all multiprocessors.
         worker = warpgroup * call.num_blocks + lax.axis_index("block")
         scratch = [ref.at[warpgroup] for ref in scratch]
-        state_s, words_s, scales_s, raw_s, values_s, factors_s, gates_s, rows_s, *scratch = scratch
+        state_s, words_s, scales_s, raw_s, values_s, factor_s, gates_s, rows_s, *scratch = scratch
         if call.records:
             (keys_s,) = scratch
         vectors = KeyVectors(call.key_dim, window)
@@ -184,6 +183,31 @@ def body(call: Call):
                     of_row = jnp.where(last, start, first + window)
                     fetch_keys(jnp.where(again, of_row, next_row.start), jnp.where(again, hk, next_hk))
 
+            def record_keys(head, first):
+                """Keys and decays of a key head in the window that begins at token `first`, where there are records."""
+                count = jnp.minimum(end - first, window)
+                shift = first - jnp.minimum(first, call.num_tokens - window)
+                decays = pl.ds(head * call.group, call.group)
+                decays_at = pl.ds(call.key_dim + call.group * call.value_dim, call.group)
+
+                @pl.when((to >= 0) & (count == window))
+                def _():
+                    records = ring_g.at[to, hk + head, pl.ds(first - start, window)]
+                    keys = load(keys_s.at[head], token_rows_layout(call.key_dim))
+                    store(records.at[:, pl.ds(0, call.key_dim)], keys)
+                    store(records.at[:, decays_at], load(gates_s.at[0, :, decays], token_rows_layout(call.group)))
+
+                @pl.when((to >= 0) & (count < window))
+                def _():
+                    def write(p, _):
+                        record = ring_g.at[to, hk + head, first - start + p]
+                        keys = load(keys_s.at[head, p], vector_layout(call.key_dim))
+                        store(record.at[pl.ds(0, call.key_dim)], keys)
+                        store(record.at[decays_at], load(gates_s.at[0, p + shift, decays], vector_layout(call.group)))
+                        return 0
+
+                    lax.fori_loop(0, count, write, 0)
+
             def tile_of(i, stage):
                 # The tile that the worker computes after this one, if any: of the same run, or of the next one.
                 in_run = i + 1 < call.plan.run
@@ -218,10 +242,12 @@ def body(call: Call):
                     @pl.when(jnp.logical_not(one_window) & ((i > 0) | (first > start)))
                     def _():
                         prepare(i, [head], first, load_gates(first, n))
+                        if call.records:
+                            pl.when((member == 0) & (v0 == 0))(lambda: record_keys(head, first))
 
                     def token(p, state):
                         needed = commits | (first + p + 1 < end) if call.records else None
-                        state, out = whole.window_step(
+                        state, out, factor = whole.window_step(
                             state,
                             words_s.at[head, p],
                             load(values_s.at[stage, p], whole.spread_layout),
@@ -229,64 +255,18 @@ def body(call: Call):
                                 *(gates_s[j, p + gates_shift, in_run_member] for j in range(2)),
                                 *(scales_s[head, j, p] for j in range(3)),
                             ],
-                            factors_s.at[p],
+                            factor_s,
                             needed,
                         )
                         store(out_g.at[first + p, out_columns], out)
+                        if call.records:
+                            factors = pl.ds(call.key_dim + member * call.value_dim + v0, tile)
+                            record = ring_g.at[to, hk + head, first - start + p, factors]
+                            pl.when(to >= 0)(lambda: store(record, factor))
                         return state
 
                     count = jnp.minimum(end - first, window)
                     state = lax.fori_loop(0, count, token, state)
-                    if call.records:
-
-                        @pl.when(to >= 0)
-                        def _():
-                            records = ring_g.at[to, hk + head]
-
-                            @pl.when(count == window)
-                            def _():
-                                # A warp copies the factors that it has stored itself.
-                                warp_barrier(call.interpret)
-                                whole_window = records.at[pl.ds(first - start, window)]
-                                # All decays of the key head are here, whoever computes its other tiles.
-                                write_record(
-                                    whole_window, member, call.group, v0, keys_s.at[head], factors_s, call.value_dim
-                                )
-
-                                @pl.when((member == 0) & (v0 == 0))
-                                def _():
-                                    of_head = pl.ds(head * call.group, call.group)
-                                    decays = load(gates_s.at[0, :, of_head], token_rows_layout(call.group))
-                                    store(
-                                        whole_window.at[
-                                            :, pl.ds(call.key_dim + call.group * call.value_dim, call.group)
-                                        ],
-                                        decays,
-                                    )
-
-                            @pl.when(count < window)
-                            def _():
-                                warpgroup_barrier(call.interpret)
-                                # Or its addresses were computed ahead of every tile.
-                                at = lax.optimization_barrier(first - start)
-
-                                def write(p, _):
-                                    record = records.at[at + p]
-                                    decay = gates_s[0, p + gates_shift, in_run_member]
-                                    write_record(
-                                        record,
-                                        member,
-                                        call.group,
-                                        v0,
-                                        keys_s.at[head, p],
-                                        factors_s.at[p],
-                                        call.value_dim,
-                                        decay,
-                                    )
-                                    return 0
-
-                                lax.fori_loop(0, count, write, 0)
-
                     return first + window, state, 1 - stage
 
                 plgpu.barrier_wait(state_arrived.at[warpgroup])
@@ -313,6 +293,16 @@ def body(call: Call):
                 prepare(0, range(call.run_heads), start, first_gates)
                 if staggered:
                     pl.when((n == 0) & (warpgroup > 0))(lambda: fetch_state(slot, column))
+                if call.records:
+                    # Of several runs of a key head the first does it.
+                    @pl.when(part == 0)
+                    def _():
+                        def record(head, _):
+                            record_keys(head, start)
+                            return 0
+
+                        lax.fori_loop(0, call.run_heads, record, 0)
+
                 return lax.fori_loop(0, call.plan.run, tile_of, stage)
 
             def skip():
