@@ -107,7 +107,7 @@ def window_buffers(plan, key_dim, value_dim, group, dtypes, records) -> list[tup
     token, pool, f32 = *dtypes, jnp.dtype(jnp.float32)
     window, tile = plan.window, plan.tile
     state, values = ((key_dim, tile), pool), ((2, window, tile), token)
-    keys = ((window, key_dim), f32)
+    keys, factors = ((window, key_dim), f32), ((window, tile), f32)
     if window == SHORT_WINDOW:
         heads = run_heads(plan, group, value_dim)
         buffers = [
@@ -116,13 +116,13 @@ def window_buffers(plan, key_dim, value_dim, group, dtypes, records) -> list[tup
             ((heads, 3, window), f32),
             ((2, heads, window, key_dim), token),
             values,
-            ((tile,), f32),
+            factors,
             ((2, window, heads * group), f32),
             ((2, 5 if records else 4), jnp.dtype(jnp.int32)),
         ]
         return [*buffers, ((heads, window, key_dim), f32)] if records else buffers
     buffers = [state, keys, keys, ((5, window), f32), *[((2, window, key_dim), token)] * 2, values]
-    return [*buffers, ((window, tile), f32)] if records else buffers
+    return [*buffers, factors] if records else buffers
 
 
 def shared_bytes(plan, key_dim, value_dim, group, dtypes, records) -> int:

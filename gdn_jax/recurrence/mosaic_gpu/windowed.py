@@ -74,7 +74,7 @@ def body(call: Call):
         # A block's workers are far apart, so that the last round of runs is spread over all multiprocessors.
         worker = warpgroup * call.num_blocks + lax.axis_index("block")
         scratch = [ref.at[warpgroup] for ref in scratch]
-        state_s, words_s, scales_s, raw_s, values_s, factor_s, gates_s, rows_s, *scratch = scratch
+        state_s, words_s, scales_s, raw_s, values_s, factors_s, gates_s, rows_s, *scratch = scratch
         if call.records:
             (keys_s,) = scratch
         vectors = KeyVectors(call.key_dim, window)
@@ -255,7 +255,7 @@ def body(call: Call):
                                 *(gates_s[j, p + gates_shift, in_run_member] for j in range(2)),
                                 *(scales_s[head, j, p] for j in range(3)),
                             ],
-                            factor_s,
+                            factors_s.at[p],
                             needed,
                         )
                         store(out_g.at[first + p, out_columns], out)
