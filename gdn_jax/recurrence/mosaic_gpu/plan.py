@@ -167,6 +167,12 @@ class Call:
         return run_heads(self.plan, self.group, self.value_dim)
 
     @property
+    def swizzled(self) -> bool:
+        """Whether tiles with the short window are swizzled in shared memory: of 16 bits, as wide as they can be."""
+        wide = self.plan.window == SHORT_WINDOW and self.plan.tile == 128 and self.pool_dtype.itemsize == 2
+        return wide and self.interpret is None
+
+    @property
     def num_tiles(self) -> int:
         """Tiles of a state."""
         return self.value_dim // self.plan.tile
@@ -212,7 +218,10 @@ def window_scratch(call: Call) -> list:
     dtypes = call.token_dtype, call.pool_dtype
     buffers = window_buffers(call.plan, call.key_dim, call.value_dim, call.group, dtypes, call.records)
     warpgroups = call.plan.warpgroups
+    (shape, dtype), *others = buffers
+    transforms = (plgpu.TilingTransform((KEY_ROWS, 64)), plgpu.SwizzleTransform(128)) if call.swizzled else ()
     return [
-        *(plgpu.SMEM((warpgroups, *shape), dtype) for shape, dtype in buffers),
+        plgpu.SMEM((warpgroups, *shape), dtype, transforms=transforms),
+        *(plgpu.SMEM((warpgroups, *shape), dtype) for shape, dtype in others),
         plgpu.Barrier(num_barriers=warpgroups),
     ]

@@ -47,29 +47,37 @@ class WindowTile(Tile):
             the same one.
     """
 
-    def __init__(self, width, key_dim, interpret):
+    def __init__(self, width, key_dim, swizzled, interpret):
         self.width = width
         self.key_dim = key_dim
         self.interpret = interpret
         self.columns = columns = width // 4 // _COLUMN_LANES
-        self.layout = _layout(((KEY_ROWS, width), (width // 4,), (columns,)), (-3,), (-4, -2))
+        if swizzled:
+            # Rows four apart side by side: of these no two lanes of an access meet a bank.
+            tiles = (KEY_ROWS, width), (4, width // 4), (2, width // 4), (columns,)
+            self.layout = _layout(tiles, (-6,), (-5, -3, -7, -2))
+        else:
+            self.layout = _layout(((KEY_ROWS, width), (width // 4,), (columns,)), (-3,), (-4, -2))
+        # How far away the lane with the other row of two, of the other two of four, and of the other four is.
+        self.distances = tuple(_COLUMN_LANES * i for i in ((2, 4, 1) if swizzled else (1, 2, 4)))
         self.key_layout, self.value_layout = self.layout.reduce(1), self.layout.reduce(0)
         halvings = columns.bit_length() - 1
         tiles = (width,), (width // 4,), *((columns >> i,) for i in range(halvings + 1))
         # Of the bits of a lane's row the first picks a half of its columns, the next a half of that.
-        halves = range(-2, -2 - halvings, -1)
+        halves = (-3, -4, -2) if swizzled else range(-2, -2 - halvings, -1)
         repeat = () if columns == KEY_ROWS else (plgpu.Replicated(KEY_ROWS // columns),)
         self.spread_layout = _layout(tiles, (-3 - halvings,), (*repeat, *halves, -2 - halvings))
         # Chunks whose keys a lane loads together.
         self.together = math.gcd(key_dim // KEY_ROWS, 4)
+        rows = (KEY_ROWS, 4, 2, 1) if swizzled else (KEY_ROWS, 1)
         self.words_layout = _layout(
-            ((KEY_ROWS * self.together,), (self.together,)),
+            tuple((n * self.together,) for n in rows),
             (plgpu.Replicated(4),),
-            (-2, plgpu.Replicated(_COLUMN_LANES)),
+            (*((-3, -2, -4) if swizzled else (-2,)), plgpu.Replicated(_COLUMN_LANES)),
         )
 
     def store_words(self, ref, keys, queries, layout):
-        """Keys and then queries of a window, pieces [window, piece] as of `KeyVectors`, as `sums` loads them.
+        """Keys and then queries of a window, pieces [window, piece] as of `KeyVectors`, as `load_words` loads them.
 
         The key of row `r` of chunk `c` goes to `[c // together, r, c % together]`.
         """
@@ -137,7 +145,7 @@ class WindowTile(Tile):
         def finished(_, total):
             i32 = ir.IntegerType.get_signless(32)
             sums = [vector.extract(total.registers.item(), [], [i]) for i in range(self.columns)]
-            for distance in (_COLUMN_LANES << i for i in range(KEY_ROWS.bit_length() - 1)):
+            for distance in self.distances:
                 kept = given = sums
                 if len(sums) > 1:
                     bit = arith.andi(mgpu.thread_idx(), mgpu.c(distance, i32))
