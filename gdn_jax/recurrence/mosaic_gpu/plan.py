@@ -78,7 +78,8 @@ def plan_rows(num_tokens, batch, num_key_heads, num_value_heads, key_dim, value_
             tile, most = wide, _WIDE_WARPGROUPS
         of_key_head = group * (value_dim // tile)
         runs = [n for n in range(of_key_head, 0, -1) if of_key_head % n == 0]
-        if num_tokens <= SHORT_WINDOW * batch:
+        # With 128 registers a thread there would be none for what several key heads take.
+        if num_tokens <= SHORT_WINDOW * batch and most == _WIDE_WARPGROUPS:
             runs = [of_key_head * n for n in range(_RUN_HEADS, 1, -1) if num_key_heads % n == 0] + runs
 
         def short(warpgroups):
