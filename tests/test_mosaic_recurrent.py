@@ -80,6 +80,7 @@ PLANS = {
     "whole rows of both heads of a key head": plans.Plan(64, rows=True, run=2),
     "windows of 4": plans.Plan(16, window=4, warpgroups=2),
     "windows of 4, all tiles of a key head": plans.Plan(16, window=4, warpgroups=2, run=4),
+    "windows of 4, all tiles of two key heads": plans.Plan(16, window=4, warpgroups=2, run=8),
     "windows of 4, wide tiles": plans.Plan(128, window=4, warpgroups=2, run=2),
     "windows of 16": plans.Plan(32, window=16, warpgroups=1),
 }
@@ -90,7 +91,8 @@ PLANS = {
 @pytest.mark.parametrize("name", PLANS)
 def test_every_plan_takes_every_row(name, pool, interpret):
     plan = PLANS[name]
-    heads = (1, plan.run, 64, max(plan.tile, 64)) if plan.rows else (1, 2, 16, max(plan.tile, 32))
+    nk = 2 if plan.run > 4 else 1
+    heads = (1, plan.run, 64, max(plan.tile, 64)) if plan.rows else (nk, 2 * nk, 16, max(plan.tile, 32))
     args = make([1, 18, 0, 1, 2, 1], heads, [2, 0, 1, -1, 3, 4], fresh=(4, 5), pool=pool)
     function = partial(run, plan=plan, interpret=interpret)
     check_forward(args, *(function if interpret else jax.jit(function))(args))
@@ -126,17 +128,18 @@ def written_slots(args):
 
 
 @pytest.mark.parametrize(
-    ("ring_dtype", "window", "padding"), [("float32", 4, 0), ("bfloat16", 16, 3), ("float32", 0, 1)]
+    ("ring_dtype", "window", "padding", "num_key_heads"),
+    [("float32", 4, 0, 1), ("float32", 4, 1, 2), ("bfloat16", 16, 3, 1), ("float32", 0, 1, 1)],
 )
-def test_verify(ring_dtype, window, padding):
+def test_verify(ring_dtype, window, padding, num_key_heads):
     """Windows of 1, 2, RING_LEN and RING_LEN + 1 tokens, a padding row, a padding ring slot."""
     ring_len = 9
     lengths, slots = [1, 2, ring_len, ring_len + 1, 2], [4, 2, 0, 1, -1]
-    args = make(lengths, (1, 2, 16, 16), slots, tokens="float32", fresh=(1,))
-    ring = jnp.full((4, 1, ring_len, 16 + 2 * 17 + padding), jnp.nan, ring_dtype)
+    args = make(lengths, (num_key_heads, 2 * num_key_heads, 16, 16), slots, tokens="float32", fresh=(1,))
+    ring = jnp.full((4, num_key_heads, ring_len, 16 + 2 * 17 + padding), jnp.nan, ring_dtype)
     ring_slots = jnp.asarray([2, 3, 9, 0, 1], jnp.int32)
     pool, records = jax.new_ref(args[3]), jax.new_ref(ring)
-    plan = plans.Plan(16, window=window, warpgroups=1, run=2 if window == 4 else 1)
+    plan = plans.Plan(16, window=window, warpgroups=1, run=2 * num_key_heads if window == 4 else 1)
     out = forward.run_rows(args[:3], args[4:], pool, records, ring_slots, plan=plan, interpret=INTERPRET)
     pool, records = jax.freeze(pool), jax.freeze(records)
     expected_out, expected_pool = run(args, plan)
@@ -293,7 +296,7 @@ def test_shared_memory_suffices(group, tokens, pool, records):
                     num_tokens, batch, num_key_heads, num_key_heads * group, key_dim, value_dim, dtypes, records
                 )
                 if plan.window:
-                    assert plans.shared_bytes(plan, key_dim, group, dtypes, records) <= 232448
+                    assert plans.shared_bytes(plan, key_dim, value_dim, group, dtypes, records) <= 232448
                 elif plan.rows:
                     assert not records
                     # Its sums take 8 rows of float32, each for the keys and for the queries.

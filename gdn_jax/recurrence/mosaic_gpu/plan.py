@@ -27,6 +27,8 @@ SHORT_WINDOW, _LONG_WINDOW = 4, 16
 _SHORT_WARPGROUPS, _WIDE_WARPGROUPS = 4, 2
 """Warpgroups of a thread block with short windows: they get 128 registers a thread, of which a tile takes 64, or
 255 for a tile of twice the width."""
+_RUN_HEADS = 4
+"""Key heads at most whose tiles a program takes one after the other, with what they need ready for all at once."""
 _ROWS_PROGRAMS = 256
 """Programs from which on states are read in whole rows."""
 _ROWS_BYTES = 32 * 1024
@@ -46,7 +48,8 @@ class Plan:
         rows: with `window` 0, whether a tile is read in whole rows.
         warpgroups: with a window, warpgroups of a thread block, each a program of its own; together they may use all
             registers of a multiprocessor, so their number bounds what the compiler gives to one.
-        run: with the short window or whole rows, tiles of one key head that a program takes one after the other.
+        run: tiles that a program takes one after the other: with whole rows of one key head, with the short window of
+            one key head, or all of several.
     """
 
     tile: int
@@ -82,42 +85,59 @@ def plan_rows(num_tokens, batch, num_key_heads, num_value_heads, key_dim, value_
             tile, most = wide, _WIDE_WARPGROUPS
         of_key_head = group * (value_dim // tile)
         runs = [n for n in range(of_key_head, 0, -1) if of_key_head % n == 0]
+        # With 128 registers a thread there would be none for what several key heads take.
+        if num_tokens <= SHORT_WINDOW * batch and most == _WIDE_WARPGROUPS:
+            runs = [of_key_head * n for n in range(_RUN_HEADS, 1, -1) if num_key_heads % n == 0] + runs
 
         def short(warpgroups):
             workers = warpgroups * _MULTIPROCESSORS
-            # The longest run that leaves the busiest worker with no more tiles than runs of one would.
-            run = min(runs, key=lambda n: -(-programs(tile) // (n * workers)) * n)
-            return Plan(tile, window=SHORT_WINDOW, warpgroups=warpgroups, run=run)
+            # The longest runs that leave the busiest worker with no more tiles than runs of one would come first.
+            ordered = sorted(runs, key=lambda n: -(-programs(tile) // (n * workers)) * n)
+            return [Plan(tile, window=SHORT_WINDOW, warpgroups=warpgroups, run=run) for run in ordered]
 
-        plans = [short(n) for n in range(min(most, -(-programs(tile) // _MULTIPROCESSORS)), 0, -1)]
+        most = min(most, -(-programs(tile) // _MULTIPROCESSORS))
+        plans = [plan for n in range(most, 0, -1) for plan in short(n)]
     else:
         most = 1 if programs(tile) <= _MULTIPROCESSORS else 3
         plans = [Plan(tile, window=_LONG_WINDOW, warpgroups=n) for n in range(most, 0, -1)]
-    return next(plan for plan in plans if shared_bytes(plan, key_dim, group, dtypes, records) <= _SHARED_BYTES)
+    return next(
+        plan for plan in plans if shared_bytes(plan, key_dim, value_dim, group, dtypes, records) <= _SHARED_BYTES
+    )
 
 
-def window_buffers(plan, key_dim, group, dtypes, records) -> list[tuple[tuple[int, ...], jnp.dtype]]:
+def run_heads(plan, group, value_dim) -> int:
+    """Key heads of a run."""
+    return max(plan.run * plan.tile // (group * value_dim), 1)
+
+
+def window_buffers(plan, key_dim, value_dim, group, dtypes, records) -> list[tuple[tuple[int, ...], jnp.dtype]]:
     """Shapes and dtypes of what a program with a window keeps in shared memory."""
     token, pool, f32 = *dtypes, jnp.dtype(jnp.float32)
     window, tile = plan.window, plan.tile
-    buffers = [((key_dim, tile), pool), ((window, key_dim), f32), ((window, key_dim), f32)]
+    state, values = ((key_dim, tile), pool), ((2, window, tile), token)
+    keys, factors = ((window, key_dim), f32), ((window, tile), f32)
     if window == SHORT_WINDOW:
-        buffers += [((3, window), f32), ((2, window, key_dim), token)]
-    else:
-        buffers += [((5, window), f32), ((2, window, key_dim), token), ((2, window, key_dim), token)]
-    buffers.append(((2, window, tile), token))
-    if records:
-        buffers.append(((window, tile), f32))
-    if window == SHORT_WINDOW:
-        buffers += [((2, window, group), f32), ((2, 5 if records else 4), jnp.dtype(jnp.int32))]
-    return buffers
+        heads = run_heads(plan, group, value_dim)
+        buffers = [
+            state,
+            ((heads, window, 2 * key_dim), f32),
+            ((heads, 3, window), f32),
+            ((2, heads, window, key_dim), token),
+            values,
+            factors,
+            ((2, window, heads * group), f32),
+            ((2, 5 if records else 4), jnp.dtype(jnp.int32)),
+        ]
+        return [*buffers, ((heads, window, key_dim), f32)] if records else buffers
+    buffers = [state, keys, keys, ((5, window), f32), *[((2, window, key_dim), token)] * 2, values]
+    return [*buffers, factors] if records else buffers
 
 
-def shared_bytes(plan, key_dim, group, dtypes, records) -> int:
+def shared_bytes(plan, key_dim, value_dim, group, dtypes, records) -> int:
     """Bytes of shared memory of a thread block with a window."""
     sizes = [
         plan.warpgroups * math.prod(shape) * dtype.itemsize
-        for shape, dtype in window_buffers(plan, key_dim, group, dtypes, records)
+        for shape, dtype in window_buffers(plan, key_dim, value_dim, group, dtypes, records)
     ]
     return sum(-(-size // _SHARED_UNIT) * _SHARED_UNIT for size in sizes) + _SHARED_RESERVED
 
@@ -148,6 +168,17 @@ class Call:
     def group(self) -> int:
         """Value heads of a key head."""
         return self.num_value_heads // self.num_key_heads
+
+    @property
+    def run_heads(self) -> int:
+        """Key heads of a run of tiles with the short window."""
+        return run_heads(self.plan, self.group, self.value_dim)
+
+    @property
+    def swizzled(self) -> bool:
+        """Whether tiles with the short window are swizzled in shared memory: of 16 bits, as wide as they can be."""
+        wide = self.plan.window == SHORT_WINDOW and self.plan.tile == 128 and self.pool_dtype.itemsize == 2
+        return wide and self.interpret is None
 
     @property
     def num_tiles(self) -> int:
@@ -192,9 +223,13 @@ class Call:
 
 def window_scratch(call: Call) -> list:
     """What the warpgroups of a thread block keep in shared memory, and where the copies of states arrive."""
-    buffers = window_buffers(call.plan, call.key_dim, call.group, (call.token_dtype, call.pool_dtype), call.records)
+    dtypes = call.token_dtype, call.pool_dtype
+    buffers = window_buffers(call.plan, call.key_dim, call.value_dim, call.group, dtypes, call.records)
     warpgroups = call.plan.warpgroups
+    (shape, dtype), *others = buffers
+    transforms = (plgpu.TilingTransform((KEY_ROWS, 64)), plgpu.SwizzleTransform(128)) if call.swizzled else ()
     return [
-        *(plgpu.SMEM((warpgroups, *shape), dtype) for shape, dtype in buffers),
+        plgpu.SMEM((warpgroups, *shape), dtype, transforms=transforms),
+        *(plgpu.SMEM((warpgroups, *shape), dtype) for shape, dtype in others),
         plgpu.Barrier(num_barriers=warpgroups),
     ]

@@ -188,17 +188,26 @@ class KeyVectors:
         return key_scale, query_scale, dot(key, query)
 
 
-def token_output(sums, value, gates):
-    """Output and delta factor of one token, from `S^T k`, `S^T q`, and decay, beta and `scales`.
+def token_factor(against_key, value, gates):
+    """Delta factor of one token, what the raw key is multiplied by in the update, from `S^T k` and `gates`.
 
-    The factor is what the raw key is multiplied by in the update.
+    These are decay, beta and `scales`.
     """
-    against_key, against_query = sums
-    decay, beta, key_scale, query_scale, key_query = gates
-    factor = (value - against_key * (decay * key_scale)) * (beta * key_scale)
+    decay, beta, key_scale, _, _ = gates
+    return (value - against_key * (decay * key_scale)) * (beta * key_scale)
+
+
+def output_of(against_query, factor, gates):
+    """Output of one token from `S^T q`, its delta factor and its gates."""
+    decay, _, _, query_scale, key_query = gates
     # The barrier fixes which of the two products is fused into the sum.
-    out = (lax.optimization_barrier(against_query * decay) + key_query * factor) * query_scale
-    return out, factor
+    return (lax.optimization_barrier(against_query * decay) + key_query * factor) * query_scale
+
+
+def token_output(sums, value, gates):
+    """Output and delta factor of one token, from `S^T k`, `S^T q`, and its gates."""
+    factor = token_factor(sums[0], value, gates)
+    return output_of(sums[1], factor, gates), factor
 
 
 def row_bounds(offsets, b, num_tokens):
@@ -258,29 +267,26 @@ def ring_row(ring, ring_slot, length):
     return jnp.where(is_row_of(ring_slot, ring.shape[0]) & (length <= ring.shape[2]), ring_slot, -1)
 
 
-def write_record(record, member, group, v0, key, factor, value_dim, decay=None):
-    """One program's part of a record, or of those of a window: its columns of the delta factor, and what only the first
-    of its kind writes. The decay of a record is written if it is given.
+def write_record(record, member, group, v0, key, factor, value_dim, decay):
+    """One program's part of a record: its columns of the delta factor, and what only the first of its kind writes.
 
     Key and factor come from shared memory, so that the accesses can be as narrow as the record's alignment asks.
     """
-    key_dim = key.shape[-1]
+    key_dim = key.shape[0]
 
-    def copy(source, at, window_layout):
-        size = source.shape[-1]
-        layout = vector_layout(size) if len(source.shape) == 1 else window_layout(size)
-        store(record.at[..., pl.ds(at, size)], load(source, layout))
+    def copy(source, at):
+        (size,) = source.shape
+        store(record.at[pl.ds(at, size)], load(source, vector_layout(size)))
 
-    copy(factor, key_dim + member * value_dim + v0, token_columns_layout)
+    copy(factor, key_dim + member * value_dim + v0)
 
     @pl.when(v0 == 0)
     def _():
-        if decay is not None:
-            record[key_dim + group * value_dim + member] = decay.astype(record.dtype)
+        record[key_dim + group * value_dim + member] = decay.astype(record.dtype)
 
         @pl.when(member == 0)
         def _():
-            copy(key, 0, token_rows_layout)
+            copy(key, 0)
 
 
 def token_rows_layout(size: int):
@@ -290,10 +296,3 @@ def token_rows_layout(size: int):
     if lanes == 1:
         return plgpu.Layout.TILED(plgpu.Tiling(((4, 1),)), (-2,), repeat, -1)
     return plgpu.Layout.TILED(plgpu.Tiling(((4, lanes), (1,))), (-3,), (*repeat, -2), -1)
-
-
-def token_columns_layout(size: int):
-    """Layout of [window, size], windows of four: a warp has a quarter of the columns of every token, as of a tile."""
-    columns = size // 4
-    repeat = () if columns == 32 else (plgpu.Replicated(32 // columns),)
-    return plgpu.Layout.TILED(plgpu.Tiling(((4, size), (4, columns), (1,))), (-4,), (*repeat, -2), -1)

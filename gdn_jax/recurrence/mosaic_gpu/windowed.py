@@ -8,18 +8,17 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from gdn_jax._mosaic import is_row_of, load, store, warp_barrier, warpgroup_barrier
+from gdn_jax._mosaic import is_row_of, load, store, vector_layout, warpgroup_barrier
 from gdn_jax.recurrence.mosaic_gpu.plan import Call, window_scratch
 from gdn_jax.recurrence.mosaic_gpu.step import (
     KeyVectors,
-    Tile,
     ring_row,
     row_bounds,
     token_rows_layout,
-    write_record,
     zero_tokens,
     zero_uncovered,
 )
+from gdn_jax.recurrence.mosaic_gpu.window_tile import WindowTile
 
 
 class RunRow(NamedTuple):
@@ -49,20 +48,22 @@ def divided(x, n: int):
 
 def scratch_types(call: Call) -> list:
     """Values arrive for themselves, keys with queries."""
-    arrivals = (plgpu.Barrier(num_arrivals=n, num_barriers=call.plan.warpgroups) for n in (1, 2))
+    arrivals = (plgpu.Barrier(num_arrivals=n, num_barriers=call.plan.warpgroups) for n in (1, 2 * call.run_heads))
     return [*window_scratch(call), *arrivals]
 
 
 def body(call: Call):
-    tile, window, whole = call.plan.tile, call.plan.window, Tile(call.plan.tile, call.interpret)
+    tile, window = call.plan.tile, call.plan.window
+    whole = WindowTile(tile, call.key_dim, call.swizzled, call.interpret)
 
     def windowed(qkv_g, decay_g, beta_g, slot_g, offset_g, has_g, *refs):
         """Tiles one after the other, each in registers; the next one's state and values are on their way meanwhile.
 
-        The tiles of a run have one row and one key head: if the row is one window, its keys, queries, norms and gates
-        are computed once for all of them. The values of one window are in one of two stages while those of the next
-        arrive in the other. Keys and queries that are needed next arrive as soon as the last ones are in use, the gates
-        of the next run are in registers a run ahead, and what its row is is known two runs ahead.
+        The tiles of a run have one row and one key head, or are all those of several key heads: if the row is one
+        window, its keys, queries, norms and gates are computed once for all of them. The values of one window are in
+        one of two stages while those of the next arrive in the other. Keys and queries that are needed next arrive as
+        soon as the last ones are in use, the gates of the next run are in registers a run ahead, and what its row is is
+        known two runs ahead.
         """
         *refs, state_arrived, values_arrived, keys_arrived = refs
         if call.records:
@@ -73,25 +74,28 @@ def body(call: Call):
         # A block's workers are far apart, so that the last round of runs is spread over all multiprocessors.
         worker = warpgroup * call.num_blocks + lax.axis_index("block")
         scratch = [ref.at[warpgroup] for ref in scratch]
-        state_s, keys_s, queries_s, scales_s, raw_s, values_s, *scratch, gates_s, rows_s = scratch
+        state_s, words_s, scales_s, raw_s, values_s, factors_s, gates_s, rows_s, *scratch = scratch
         if call.records:
-            (factors_s,) = scratch
+            (keys_s,) = scratch
         vectors = KeyVectors(call.key_dim, window)
         num_runs = call.num_programs // call.plan.run
 
-        runs_a_head = call.group * call.num_tiles // call.plan.run
-        runs_a_row = call.num_key_heads * runs_a_head
-        # Where there are runs enough to make up for it, the first program of a block has the memory for itself first.
-        staggered = call.pool_dtype.itemsize == 2 and call.plan.warpgroups > 1 and num_runs > 2 * call.num_workers
+        tiles_a_head = call.group * call.num_tiles
+        runs_a_row = call.num_key_heads * tiles_a_head // call.plan.run
+        run_group = call.run_heads * call.group
+        # Where there are tiles enough to make up for it, the first program of a block has the memory for itself first.
+        staggered = (
+            call.pool_dtype.itemsize == 2 and call.plan.warpgroups > 1 and call.num_programs > 4 * call.num_workers
+        )
 
         def place(n):
-            """Row, key head, first tile among those of the key head, and first value column of the worker's run n.
+            """Row, first key head, first tile among those of that, and first value column of the worker's run n.
 
             For one past its last, those of some run that exists.
             """
             b, run = divided(jnp.minimum(worker + n * call.num_workers, num_runs - 1), runs_a_row)
-            hk, part = divided(run, runs_a_head)
-            return b, hk, part * call.plan.run, run * (call.plan.run * tile)
+            hk, part = divided(run * call.plan.run, tiles_a_head)
+            return b, hk, part, run * (call.plan.run * tile)
 
         def row_indices(n):
             """What memory says about the row of the worker's run n, as int32."""
@@ -118,17 +122,18 @@ def body(call: Call):
             plgpu.copy_gmem_to_smem(source, values_s.at[stage], values_arrived.at[warpgroup])
 
         def fetch_keys(first, hk):
-            """Keys and queries of a key head in the window that begins at token `first`."""
+            """Keys and queries of a run, whose first key head is `hk`, in the window that begins at token `first`."""
             for which, head in enumerate((call.num_key_heads + hk, hk)):
-                source = qkv_g.at[pl.ds(first, window), pl.ds(head * call.key_dim, call.key_dim)]
-                plgpu.copy_gmem_to_smem(source, raw_s.at[which], keys_arrived.at[warpgroup])
+                for i in range(call.run_heads):
+                    source = qkv_g.at[pl.ds(first, window), pl.ds((head + i) * call.key_dim, call.key_dim)]
+                    plgpu.copy_gmem_to_smem(source, raw_s.at[which, i], keys_arrived.at[warpgroup])
 
         def load_gates(first, n):
-            """Decay and beta of all value heads of the key head of the worker's run n, a window from `first` on."""
+            """Decay and beta of all value heads of the key heads of the worker's run n, a window from `first` on."""
             # The array may end before the window does.
             rows = pl.ds(jnp.minimum(first, call.num_tokens - window), window)
-            columns = pl.ds(place(n)[1] * call.group, call.group)
-            return [load(g.at[rows, columns], token_rows_layout(call.group)) for g in (decay_g, beta_g)]
+            columns = pl.ds(place(n)[1] * call.group, run_group)
+            return [load(g.at[rows, columns], token_rows_layout(run_group)) for g in (decay_g, beta_g)]
 
         def fetch_run(n, row, stage, with_state: bool | jax.Array = True):
             """What the worker's run n begins with."""
@@ -154,16 +159,21 @@ def body(call: Call):
             else:
                 commits = True
 
-            def prepare(i, first, gates):
-                """Keys, queries, scales and gates of the run's tile i in the window that begins at token `first`."""
+            def prepare(i, heads, first, gates):
+                """Keys, queries, scales and gates in the window that begins at token `first`, for the run's tile i.
+
+                `heads` are those, counted from the run's first, whose keys and queries are needed.
+                """
                 plgpu.barrier_wait(keys_arrived.at[warpgroup])
-                keys, queries = (vectors.load(raw_s.at[which]) for which in range(2))
-                vectors.store(keys_s, keys)
-                vectors.store(queries_s, queries)
+                raw = [[vectors.load(raw_s.at[which, head]) for which in range(2)] for head in heads]
+                for head, (keys, queries) in zip(heads, raw, strict=True):
+                    whole.store_words(words_s.at[head], keys, queries, vectors.layout)
+                    if call.records:
+                        vectors.store(keys_s.at[head], keys)
+                    for j, scale in enumerate(vectors.scales(keys, queries)):
+                        store(scales_s.at[head, j], scale)
                 for j, gate in enumerate(gates):
                     store(gates_s.at[j], gate)
-                for j, scale in enumerate(vectors.scales(keys, queries)):
-                    store(scales_s.at[j], scale)
                 warpgroup_barrier(call.interpret)
                 last = first + window >= end
                 again = jnp.logical_not(one_window) & (jnp.logical_not(last) | (i + 1 < call.plan.run))
@@ -173,6 +183,31 @@ def body(call: Call):
                     of_row = jnp.where(last, start, first + window)
                     fetch_keys(jnp.where(again, of_row, next_row.start), jnp.where(again, hk, next_hk))
 
+            def record_keys(head, first):
+                """Keys and decays of a key head in the window that begins at token `first`, where there are records."""
+                count = jnp.minimum(end - first, window)
+                shift = first - jnp.minimum(first, call.num_tokens - window)
+                decays = pl.ds(head * call.group, call.group)
+                decays_at = pl.ds(call.key_dim + call.group * call.value_dim, call.group)
+
+                @pl.when((to >= 0) & (count == window))
+                def _():
+                    records = ring_g.at[to, hk + head, pl.ds(first - start, window)]
+                    keys = load(keys_s.at[head], token_rows_layout(call.key_dim))
+                    store(records.at[:, pl.ds(0, call.key_dim)], keys)
+                    store(records.at[:, decays_at], load(gates_s.at[0, :, decays], token_rows_layout(call.group)))
+
+                @pl.when((to >= 0) & (count < window))
+                def _():
+                    def write(p, _):
+                        record = ring_g.at[to, hk + head, first - start + p]
+                        keys = load(keys_s.at[head, p], vector_layout(call.key_dim))
+                        store(record.at[pl.ds(0, call.key_dim)], keys)
+                        store(record.at[decays_at], load(gates_s.at[0, p + shift, decays], vector_layout(call.group)))
+                        return 0
+
+                    lax.fori_loop(0, count, write, 0)
+
             def tile_of(i, stage):
                 # The tile that the worker computes after this one, if any: of the same run, or of the next one.
                 in_run = i + 1 < call.plan.run
@@ -181,7 +216,8 @@ def body(call: Call):
                 next_tile_column = jnp.where(in_run, tile_column + tile, next_column)
                 next_slot = jnp.where(in_run, slot, next_row.slot)
                 next_start = jnp.where(in_run, start, next_row.start)
-                member, v0 = divided((part + i) * tile, call.value_dim)
+                in_run_member, v0 = divided((part + i) * tile, call.value_dim)
+                head, member = divided(in_run_member, call.group) if call.run_heads > 1 else (0, in_run_member)
                 out_columns = pl.ds(tile_column, tile)
 
                 def window_of(carry):
@@ -205,75 +241,32 @@ def body(call: Call):
 
                     @pl.when(jnp.logical_not(one_window) & ((i > 0) | (first > start)))
                     def _():
-                        prepare(i, first, load_gates(first, n))
+                        prepare(i, [head], first, load_gates(first, n))
+                        if call.records:
+                            pl.when((member == 0) & (v0 == 0))(lambda: record_keys(head, first))
 
                     def token(p, state):
                         needed = commits | (first + p + 1 < end) if call.records else None
-                        state, out, factor = whole.step(
+                        state, out, factor = whole.window_step(
                             state,
-                            whole.load_keys([keys_s.at[p, c] for c in call.chunks]),
-                            whole.load_keys([queries_s.at[p, c] for c in call.chunks]),
-                            load(values_s.at[stage, p], whole.value_layout),
+                            words_s.at[head, p],
+                            load(values_s.at[stage, p], whole.spread_layout),
                             [
-                                *(gates_s[j, p + gates_shift, member] for j in range(2)),
-                                *(scales_s[j, p] for j in range(3)),
+                                *(gates_s[j, p + gates_shift, in_run_member] for j in range(2)),
+                                *(scales_s[head, j, p] for j in range(3)),
                             ],
-                            needed=needed,
+                            factors_s.at[p],
+                            needed,
                         )
                         store(out_g.at[first + p, out_columns], out)
                         if call.records:
-                            store(factors_s.at[p], factor)
+                            factors = pl.ds(call.key_dim + member * call.value_dim + v0, tile)
+                            record = ring_g.at[to, hk + head, first - start + p, factors]
+                            pl.when(to >= 0)(lambda: store(record, factor))
                         return state
 
                     count = jnp.minimum(end - first, window)
                     state = lax.fori_loop(0, count, token, state)
-                    if call.records:
-
-                        @pl.when(to >= 0)
-                        def _():
-                            records = ring_g.at[to, hk]
-
-                            @pl.when(count == window)
-                            def _():
-                                # A warp copies the factors that it has stored itself.
-                                warp_barrier(call.interpret)
-                                whole_window = records.at[pl.ds(first - start, window)]
-                                # All decays of the key head are here, whoever computes its other tiles.
-                                write_record(whole_window, member, call.group, v0, keys_s, factors_s, call.value_dim)
-
-                                @pl.when((member == 0) & (v0 == 0))
-                                def _():
-                                    decays = load(gates_s.at[0], token_rows_layout(call.group))
-                                    store(
-                                        whole_window.at[
-                                            :, pl.ds(call.key_dim + call.group * call.value_dim, call.group)
-                                        ],
-                                        decays,
-                                    )
-
-                            @pl.when(count < window)
-                            def _():
-                                warpgroup_barrier(call.interpret)
-                                # Or its addresses were computed ahead of every tile.
-                                at = lax.optimization_barrier(first - start)
-
-                                def write(p, _):
-                                    record = records.at[at + p]
-                                    decay = gates_s[0, p + gates_shift, member]
-                                    write_record(
-                                        record,
-                                        member,
-                                        call.group,
-                                        v0,
-                                        keys_s.at[p],
-                                        factors_s.at[p],
-                                        call.value_dim,
-                                        decay,
-                                    )
-                                    return 0
-
-                                lax.fori_loop(0, count, write, 0)
-
                     return first + window, state, 1 - stage
 
                 plgpu.barrier_wait(state_arrived.at[warpgroup])
@@ -290,16 +283,26 @@ def body(call: Call):
 
                 @pl.when(commits)
                 def _():
-                    h = hk * call.group + member
+                    h = hk * call.group + in_run_member
                     whole.store([pool_g.at[slot, h, c, pl.ds(v0, tile)] for c in call.chunks], state)
 
                 return stage
 
             def compute():
                 # Before the state is waited for.
-                prepare(0, start, first_gates)
+                prepare(0, range(call.run_heads), start, first_gates)
                 if staggered:
                     pl.when((n == 0) & (warpgroup > 0))(lambda: fetch_state(slot, column))
+                if call.records:
+                    # Of several runs of a key head the first does it.
+                    @pl.when(part == 0)
+                    def _():
+                        def record(head, _):
+                            record_keys(head, start)
+                            return 0
+
+                        lax.fori_loop(0, call.run_heads, record, 0)
+
                 return lax.fori_loop(0, call.plan.run, tile_of, stage)
 
             def skip():
