@@ -227,7 +227,10 @@ def window_scratch(call: Call) -> list:
     buffers = window_buffers(call.plan, call.key_dim, call.value_dim, call.group, dtypes, call.records)
     warpgroups = call.plan.warpgroups
     (shape, dtype), *others = buffers
-    transforms = (plgpu.TilingTransform((KEY_ROWS, 64)), plgpu.SwizzleTransform(128)) if call.swizzled else ()
+    transforms = ()
+    if call.swizzled:
+        tiling = plgpu.TilingTransform((KEY_ROWS, 64))  # pyright: ignore[reportAbstractUsage]
+        transforms = tiling, plgpu.SwizzleTransform(128)  # pyright: ignore[reportAbstractUsage]
     return [
         plgpu.SMEM((warpgroups, *shape), dtype, transforms=transforms),
         *(plgpu.SMEM((warpgroups, *shape), dtype) for shape, dtype in others),
