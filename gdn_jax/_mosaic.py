@@ -97,6 +97,8 @@ def vector_layout(size: int):
     warps = unit // lanes
     repeat_lanes = () if lanes == 32 else (plgpu.Replicated(32 // lanes),)
     repeat_warps = () if warps == 4 else (plgpu.Replicated(4 // warps),)
+    if unit == 1:
+        return plgpu.Layout.TILED(plgpu.Tiling(((1,),)), repeat_warps, repeat_lanes, -1)
     if warps == 1:
         return plgpu.Layout.TILED(plgpu.Tiling(((unit,), (1,))), repeat_warps, (*repeat_lanes, -2), -1)
     return plgpu.Layout.TILED(plgpu.Tiling(((unit,), (lanes,), (1,))), (*repeat_warps, -3), (-2,), -1)

@@ -323,6 +323,15 @@ def test_float32_tokens_lower(size, pool):
 
 
 @pytest.mark.parametrize("pool", ["float32", "bfloat16"])
+@pytest.mark.parametrize("group", [1, 3, 5, 8])
+def test_verify_lowers_with_any_number_of_value_heads(group, pool):
+    for batch in (2, 64):
+        args = shapes(4 * batch, batch, (2, 2 * group, 64, 32), pool=pool)
+        ring = jax.ShapeDtypeStruct((batch, 2, 8, 64 + group * 33), jnp.float32)
+        lowered(verify.verify_ring, (*args[:4], ring, args[4], args[4], *args[5:]))
+
+
+@pytest.mark.parametrize("pool", ["float32", "bfloat16"])
 def test_verify_lowers_in_place(pool):
     args = shapes(256, 64, (16, 32, 128, 128), pool=pool)
     ring = jax.ShapeDtypeStruct((65, 16, 8, 386), jnp.float32)

@@ -203,7 +203,11 @@ def body(call: Call):
                         record = ring_g.at[to, hk + head, first - start + p]
                         keys = load(keys_s.at[head, p], vector_layout(call.key_dim))
                         store(record.at[pl.ds(0, call.key_dim)], keys)
-                        store(record.at[decays_at], load(gates_s.at[0, p + shift, decays], vector_layout(call.group)))
+                        if call.group > 1:
+                            decay = load(gates_s.at[0, p + shift, decays], vector_layout(call.group))
+                            store(record.at[decays_at], decay)
+                        else:  # a single element cannot be stored as a vector
+                            record[decays_at.start] = gates_s[0, p + shift, head].astype(record.dtype)
                         return 0
 
                     lax.fori_loop(0, count, write, 0)
