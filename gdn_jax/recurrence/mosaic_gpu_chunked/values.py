@@ -137,7 +137,8 @@ def _places(memory, swizzled):
 def in_units(v, unit):
     """(v, unit, change): float32 values counted in units of their rows, which are now at least those of the values.
 
-    `change` is what to multiply with what counts in the units before.
+    `change` is what to multiply with what counts in the units before. Units never shrink: what is much less than the
+    largest that a row has had in a column is rounded to what float16 can tell from zero beside that.
     """
     new = jnp.maximum(unit, unit_of(v))
     return v * along_rows(inverse(new), C), new, unit * inverse(new)
