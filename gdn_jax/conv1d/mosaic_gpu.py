@@ -24,6 +24,9 @@ _MAX_KERNEL_SIZE = 8
 _MAX_HEAD_TOKENS = 8
 """Most tokens of a row that its row program computes (at least K - 1)."""
 _ROW_CHANNELS = 256
+_DECODE_ROWS, _DECODE_CHANNELS = 2, 512
+_DECODE_BATCH = 64
+"""Rows and channels of a row program where rows have one token: its weights serve all of its rows."""
 _BLOCK_BYTES = 16384
 _VEC = 2
 """Neighbouring channels of a thread in a block program."""
@@ -141,7 +144,7 @@ class _Geometry:
     Attributes:
         head_tokens: tokens of a row that its row program computes.
         block_tokens, block_channels, block_unit: size of a block program, and its threads that differ.
-        row_channels, row_unit: the same for a row program.
+        rows, row_channels, row_unit: the same for a row program.
         eager: whether a block program asks for its tokens before it has looked at the offsets.
     """
 
@@ -156,7 +159,9 @@ class _Geometry:
         self.block_unit = math.gcd(_THREADS, conv_dim // _VEC)
         self.block_channels = self.block_unit * _VEC
         self.row_unit = math.gcd(_THREADS, conv_dim)
-        self.row_channels = math.gcd(_ROW_CHANNELS, conv_dim)
+        decode = mean <= 1 and batch >= _DECODE_BATCH
+        self.rows = _DECODE_ROWS if decode else 1
+        self.row_channels = math.gcd(_DECODE_CHANNELS if decode else _ROW_CHANNELS, conv_dim)
 
 
 def conv1d(
@@ -179,10 +184,10 @@ def conv1d(
     taps = window + 1
     batch = slot_idx.shape[0]
     cut = _Geometry(total, batch, conv_dim, taps, qkv.dtype.itemsize)
-    head_tokens, block_tokens = cut.head_tokens, cut.block_tokens
+    head_tokens, block_tokens, rows = cut.head_tokens, cut.block_tokens, cut.rows
     row_channels, block_channels = cut.row_channels, cut.block_channels
     row_groups, block_groups = conv_dim // row_channels, conv_dim // block_channels
-    row_programs, block_programs = batch * row_groups, -(-total // block_tokens) * block_groups
+    row_programs, block_programs = -(-batch // rows) * row_groups, -(-total // block_tokens) * block_groups
     tile_tokens = min(block_tokens + window, total)
     step = math.gcd(block_tokens, _STEP)
     bulk_tokens = tile_tokens * block_channels * qkv.dtype.itemsize % _BULK_UNIT_BYTES == 0
@@ -203,13 +208,15 @@ def conv1d(
 
         lax.fori_loop(start, end, clear, 0)
 
-    def row_program(i, x_g, w_g, bias_g, slot_g, off_g, has_g, out_g, state_g, window_s, arrived):
-        b, group = lax.div(i, row_groups), lax.rem(i, row_groups)
+    def row_program(i, x_g, w_g, bias_g, slot_g, off_g, has_g, out_g, state_g, windows_s, arrived):
+        base, group = lax.div(i, row_groups) * rows, lax.rem(i, row_groups)
         channels = pl.ds(group * row_channels, row_channels)
-        start, end = (jnp.clip(off_g[b + k], 0, total) for k in (0, 1))
-        slot, has_window = slot_g[b], has_g[b]
-        length = end - start
-        live = is_row_of(slot, max_slots)
+
+        def row_at(b):
+            start, end = (jnp.clip(off_g[b + k], 0, total) for k in (0, 1))
+            return start, end, slot_g[b], has_g[b]
+
+        members = [row_at(base + r if r == 0 else jnp.minimum(base + r, batch - 1)) for r in range(rows)]
         weights = _columns(w_g.at[channels], cut.row_unit)
         offset = load(bias_g.at[channels], row_layout)
 
@@ -219,83 +226,116 @@ def conv1d(
         def output(t, history):
             store(out_g.at[t, channels], _taps(history, weights, offset, activation, qkv.dtype))
 
-        if bulk_window:
-            # The K - 1 inputs of a channel are neighbours: only whole runs of channels move well.
-            home = state_g.at[slot, pl.ds(group * run[0], run[0])]
-            moved = window_s.reshape(*run)
-            columns = window_s.reshape(row_channels, window)
-        else:
-            home = columns = state_g.at[slot, channels]
-
-        def ask_window():
+        def places(r, slot):
+            """Of the window of the program's row `r`: its run in the pool and in shared memory, and its columns."""
             if bulk_window:
+                # The K - 1 inputs of a channel are neighbours: only whole runs of channels move well.
+                staged = windows_s.at[r]
+                home = state_g.at[slot, pl.ds(group * run[0], run[0])]
+                return home, staged.reshape(*run), staged.reshape(row_channels, window)
+            return None, None, state_g.at[slot, channels]
+
+        def ask_window(r, slot, has_window):
+            if bulk_window:
+                home, moved, _ = places(r, slot)
 
                 @pl.when(has_window)
                 def _():
-                    plgpu.copy_gmem_to_smem(home, moved, arrived)
+                    plgpu.copy_gmem_to_smem(home, moved, arrived.at[r])
 
-        def read_window():
+        def read_window(r, slot, has_window):
             def zeros():
                 return [plgpu.layout_cast(jnp.zeros((row_channels,), f32), row_layout)] * window
 
             def read():
                 if bulk_window:
-                    plgpu.barrier_wait(arrived)
-                return [_column(columns, j, column_layout) for j in range(window)]
+                    plgpu.barrier_wait(arrived.at[r])
+                return [_column(places(r, slot)[2], j, column_layout) for j in range(window)]
 
             return lax.cond(has_window, read, zeros)
 
-        def write_window(values):
+        def write_windows(new):
+            """Writes windows, given as `(r, slot, values)`."""
             if write_state:
                 if cut.row_unit < _THREADS:
                     # Several threads have the same channel: none may write its window before all have read it.
                     plgpu.commit_smem()
-                for j, value in enumerate(values):
-                    _set_column(columns, j, value, column_layout)
+                for r, slot, values in new:
+                    for j, value in enumerate(values):
+                        _set_column(places(r, slot)[2], j, value, column_layout)
                 if bulk_window:
                     plgpu.commit_smem()
-                    plgpu.copy_smem_to_gmem(moved, home)
+                    for r, slot, _ in new:
+                        home, moved, _ = places(r, slot)
+                        plgpu.copy_smem_to_gmem(moved, home)
 
-        def finish_window():
+        def finish_windows():
             if write_state and bulk_window:
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-        @pl.when((length == 1) & live)
+        def single_tokens():
+            for r, (_, _, *row) in enumerate(members):
+                ask_window(r, *row)
+            new = [token(start) for start, *_ in members]
+            histories = [
+                [*read_window(r, *row), x] for r, ((_, _, *row), x) in enumerate(zip(members, new, strict=True))
+            ]
+            write_windows([(r, members[r][2], history[1:]) for r, history in enumerate(histories)])
+            for (start, *_), history in zip(members, histories, strict=True):
+                output(start, history)
+            finish_windows()
+
+        def any_row(r, start, end, slot, has_window):
+            length = end - start
+            live = is_row_of(slot, max_slots)
+
+            @pl.when((length > 0) & live)
+            def _():
+                ask_window(r, slot, has_window)
+                head = [token(jnp.minimum(start + p, end - 1)) for p in range(head_tokens)]
+                tail = [token(jnp.maximum(end - window + j, start)) for j in range(window)]
+                old = read_window(r, slot, has_window)
+
+                def kept(j):
+                    value = tail[j]
+                    for n in range(1, window - j):  # a row of n tokens keeps window - n of the old inputs
+                        short = lax.broadcast_in_dim(length == n, (row_channels,), ())
+                        value = jnp.where(short, old[j + n], value)
+                    return value
+
+                write_windows([(r, slot, [kept(j) for j in range(window)])])
+                history = [*old, *head]
+                for p in range(head_tokens):
+
+                    @pl.when(p < length)
+                    def _(p=p):
+                        output(start + p, history[p : p + taps])
+
+                finish_windows()
+
+            @pl.when((length > 0) & jnp.logical_not(live))
+            def _():
+                clear_tokens(out_g, channels, row_layout, start, jnp.minimum(end, start + head_tokens))
+
+        single = base + rows <= batch
+        for start, end, slot, _ in members:
+            single &= (end - start == 1) & is_row_of(slot, max_slots)
+
+        @pl.when(single)
         def _():
-            ask_window()
-            x = token(start)
-            history = [*read_window(), x]
-            write_window(history[1:])
-            output(start, history)
-            finish_window()
+            single_tokens()
 
-        @pl.when((length > 1) & live)
+        @pl.when(jnp.logical_not(single))
         def _():
-            ask_window()
-            head = [token(jnp.minimum(start + p, end - 1)) for p in range(head_tokens)]
-            tail = [token(jnp.maximum(end - window + j, start)) for j in range(window)]
-            old = read_window()
+            if rows == 1:
+                any_row(0, *members[0])
+                return
 
-            def kept(j):
-                value = tail[j]
-                for n in range(2, window - j):  # a row of n tokens keeps window - n of the old inputs
-                    short = lax.broadcast_in_dim(length == n, (row_channels,), ())
-                    value = jnp.where(short, old[j + n], value)
-                return value
+            def one(b, _):
+                any_row(b - base, *row_at(b))
+                return 0
 
-            write_window([kept(j) for j in range(window)])
-            history = [*old, *head]
-            for p in range(head_tokens):
-
-                @pl.when(p < length)
-                def _(p=p):
-                    output(start + p, history[p : p + taps])
-
-            finish_window()
-
-        @pl.when((length > 0) & jnp.logical_not(live))
-        def _():
-            clear_tokens(out_g, channels, row_layout, start, jnp.minimum(end, start + head_tokens))
+            lax.fori_loop(base, jnp.minimum(base + rows, batch), one, 0)
 
     def over_rows(off_g, hits):
         """The first and last row that `hits(start, end)` names (batch, -1 if none), and the greatest offset."""
@@ -445,23 +485,23 @@ def conv1d(
     leading = row_programs if rows_first else block_programs
 
     def body(
-        x_g, w_g, bias_g, slot_g, off_g, has_g, state_g, out_g, tokens_s, weights_s, window_s, tokens_in, window_in
+        x_g, w_g, bias_g, slot_g, off_g, has_g, state_g, out_g, tokens_s, weights_s, windows_s, tokens_in, windows_in
     ):
         i = lax.axis_index("program")
 
-        def rows(i):
-            row_program(i, x_g, w_g, bias_g, slot_g, off_g, has_g, out_g, state_g, window_s, window_in)
+        def of_rows(i):
+            row_program(i, x_g, w_g, bias_g, slot_g, off_g, has_g, out_g, state_g, windows_s, windows_in)
 
-        def blocks(i):
+        def of_tokens(i):
             block_program(i, x_g, w_g, bias_g, slot_g, off_g, out_g, tokens_s, weights_s, tokens_in)
 
         @pl.when(i < leading)
         def _():
-            (rows if rows_first else blocks)(i)
+            (of_rows if rows_first else of_tokens)(i)
 
         @pl.when(i >= leading)
         def _():
-            (blocks if rows_first else rows)(i - leading)
+            (of_tokens if rows_first else of_rows)(i - leading)
 
     kernel = plgpu.kernel(
         after_previous(body, interpret),
@@ -471,9 +511,9 @@ def conv1d(
         scratch_types=[
             plgpu.SMEM((tile_tokens, block_channels), qkv.dtype),
             plgpu.SMEM((taps, block_channels), f32),
-            plgpu.SMEM((row_channels * window,), conv_state.dtype),
+            plgpu.SMEM((rows, row_channels * window), conv_state.dtype),
             plgpu.Barrier(),
-            plgpu.Barrier(),
+            plgpu.Barrier(num_barriers=rows),
         ],
         # Approximate here means the single instructions for exp2 and rsqrt, good to 2^-22.
         compiler_params=compiler_params().replace(approx_math=True),
