@@ -216,7 +216,7 @@ def conv1d(
             start, end = (jnp.clip(off_g[b + k], 0, total) for k in (0, 1))
             return start, end, slot_g[b], has_g[b]
 
-        members = [row_at(base + r if r == 0 else jnp.minimum(base + r, batch - 1)) for r in range(rows)]
+        members = [row_at(jnp.minimum(base + r, batch - 1)) for r in range(rows)]
         weights = _columns(w_g.at[channels], cut.row_unit)
         offset = load(bias_g.at[channels], row_layout)
 
@@ -226,22 +226,22 @@ def conv1d(
         def output(t, history):
             store(out_g.at[t, channels], _taps(history, weights, offset, activation, qkv.dtype))
 
-        def places(r, slot):
-            """Of the window of the program's row `r`: its run in the pool and in shared memory, and its columns."""
-            if bulk_window:
-                # The K - 1 inputs of a channel are neighbours: only whole runs of channels move well.
-                staged = windows_s.at[r]
-                home = state_g.at[slot, pl.ds(group * run[0], run[0])]
-                return home, staged.reshape(*run), staged.reshape(row_channels, window)
-            return None, None, state_g.at[slot, channels]
+        # The K - 1 inputs of a channel are neighbours: only whole runs of channels move well.
+        def home(slot):
+            return state_g.at[slot, pl.ds(group * run[0], run[0])]
+
+        def moved(r):
+            return windows_s.at[r].reshape(*run)
+
+        def columns(r, slot):
+            return windows_s.at[r].reshape(row_channels, window) if bulk_window else state_g.at[slot, channels]
 
         def ask_window(r, slot, has_window):
             if bulk_window:
-                home, moved, _ = places(r, slot)
 
                 @pl.when(has_window)
                 def _():
-                    plgpu.copy_gmem_to_smem(home, moved, arrived.at[r])
+                    plgpu.copy_gmem_to_smem(home(slot), moved(r), arrived.at[r])
 
         def read_window(r, slot, has_window):
             def zeros():
@@ -250,7 +250,7 @@ def conv1d(
             def read():
                 if bulk_window:
                     plgpu.barrier_wait(arrived.at[r])
-                return [_column(places(r, slot)[2], j, column_layout) for j in range(window)]
+                return [_column(columns(r, slot), j, column_layout) for j in range(window)]
 
             return lax.cond(has_window, read, zeros)
 
@@ -262,24 +262,22 @@ def conv1d(
                     plgpu.commit_smem()
                 for r, slot, values in new:
                     for j, value in enumerate(values):
-                        _set_column(places(r, slot)[2], j, value, column_layout)
+                        _set_column(columns(r, slot), j, value, column_layout)
                 if bulk_window:
                     plgpu.commit_smem()
                     for r, slot, _ in new:
-                        home, moved, _ = places(r, slot)
-                        plgpu.copy_smem_to_gmem(moved, home)
+                        plgpu.copy_smem_to_gmem(moved(r), home(slot))
 
         def finish_windows():
             if write_state and bulk_window:
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
         def single_tokens():
-            for r, (_, _, *row) in enumerate(members):
-                ask_window(r, *row)
+            for r, (_, _, slot, has_window) in enumerate(members):
+                ask_window(r, slot, has_window)
             new = [token(start) for start, *_ in members]
-            histories = [
-                [*read_window(r, *row), x] for r, ((_, _, *row), x) in enumerate(zip(members, new, strict=True))
-            ]
+            old = [read_window(r, slot, has_window) for r, (_, _, slot, has_window) in enumerate(members)]
+            histories = [[*inputs, x] for inputs, x in zip(old, new, strict=True)]
             write_windows([(r, members[r][2], history[1:]) for r, history in enumerate(histories)])
             for (start, *_), history in zip(members, histories, strict=True):
                 output(start, history)
