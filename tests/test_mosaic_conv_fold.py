@@ -68,14 +68,6 @@ CONV_CASES = {
         "conv_dim": 16,
         "padding": (4, 20),
     },
-    # Row programs of two rows: both of one token, one of them empty, longer, fresh or padded, and the last one alone.
-    "decode of many rows": {
-        "offsets": [*range(40), 39, 39, 41, 42, 45, 45, *range(46, 66)],
-        "num_tokens": 66,
-        "conv_dim": 16,
-        "padding": (2, 5, 8, 9, 43),
-        "fresh": (7, 12, 13, 46),
-    },
     "decreasing": {"offsets": [0, 5, 3], "num_tokens": 20},
     "falling below the first": {"offsets": [5, 8, 0, 3], "num_tokens": 20},
     "past the end": {"offsets": [-2, 7, 2**30], "num_tokens": 24, "conv_dim": 320},
@@ -90,6 +82,17 @@ def test_conv1d(name, interpret):
 
 
 @pytest.mark.parametrize("interpret", RUNS)
+@pytest.mark.parametrize("conv_dim", [16, 1024])
+@pytest.mark.parametrize("write_state", [True, False])
+def test_conv1d_two_rows_a_program(write_state, conv_dim, interpret, monkeypatch):
+    """Two rows of one token; one of them empty, longer, fresh or padded; the last row alone."""
+    monkeypatch.setattr(conv, "_MANY_ROW_PROGRAMS", 0)
+    offsets = [0, 1, 2, 3, 4, 4, 4, 4, 5, 6, 7, 8, 9, 10, 12, 13, 16, 17, 17, 18, 19, 20, 21, 22]
+    args = conv_operands(offsets, num_tokens=23, conv_dim=conv_dim, padding=(2, 8, 9, 20), fresh=(3, 10, 11, 13))
+    check_conv1d(args, interpret, activation="silu", write_state=write_state)
+
+
+@pytest.mark.parametrize("interpret", RUNS)
 def test_conv1d_without_activation_or_writing(interpret):
     args = conv_operands([0, 1, 2, 30], conv_dim=64)
     check_conv1d(args, interpret, activation=None, write_state=False)
@@ -100,7 +103,7 @@ def test_conv1d_without_activation_or_writing(interpret):
 @pytest.mark.parametrize("tokens", ["float32", "bfloat16", "float16"])
 def test_conv1d_at_full_width(tokens, pool):
     """Long, short and single-token rows on the channels of a real layer, where every bulk copy is in use."""
-    two_rows_a_program = [*range(50), 50, 50, *range(51, 71)]
+    two_rows_a_program = [*range(110), 110, 110, *range(111, 131)]
     for offsets in ([0, 1, 3, 70, 71, 400], list(range(33)), list(range(0, 65, 4)), two_rows_a_program):
         args = conv_operands(offsets, conv_dim=8192, tokens=tokens, pool=pool, padding=(1,), fresh=(2,))
         check_conv1d(args, None, activation="silu", write_state=True)

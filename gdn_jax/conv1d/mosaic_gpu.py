@@ -24,9 +24,10 @@ _MAX_KERNEL_SIZE = 8
 _MAX_HEAD_TOKENS = 8
 """Most tokens of a row that its row program computes (at least K - 1)."""
 _ROW_CHANNELS = 256
-_DECODE_ROWS, _DECODE_CHANNELS = 2, 512
-_DECODE_BATCH = 64
-"""Rows and channels of a row program where rows have one token: its weights serve all of its rows."""
+_MANY_ROW_PROGRAMS = 4096
+"""Of rows of one token: from here on a row program has more to do, because they do not all fit at once."""
+_MANY_ROWS, _MANY_CHANNELS = 2, 512
+"""What it then has: rows that share its weights, and channels."""
 _BLOCK_BYTES = 16384
 _VEC = 2
 """Neighbouring channels of a thread in a block program."""
@@ -159,9 +160,9 @@ class _Geometry:
         self.block_unit = math.gcd(_THREADS, conv_dim // _VEC)
         self.block_channels = self.block_unit * _VEC
         self.row_unit = math.gcd(_THREADS, conv_dim)
-        decode = mean <= 1 and batch >= _DECODE_BATCH
-        self.rows = _DECODE_ROWS if decode else 1
-        self.row_channels = math.gcd(_DECODE_CHANNELS if decode else _ROW_CHANNELS, conv_dim)
+        self.rows, self.row_channels = 1, math.gcd(_ROW_CHANNELS, conv_dim)
+        if mean <= 1 and batch * (conv_dim // self.row_channels) >= _MANY_ROW_PROGRAMS:
+            self.rows, self.row_channels = _MANY_ROWS, math.gcd(_MANY_CHANNELS, conv_dim)
 
 
 def conv1d(
@@ -296,7 +297,8 @@ def conv1d(
 
                 def kept(j):
                     value = tail[j]
-                    for n in range(1, window - j):  # a row of n tokens keeps window - n of the old inputs
+                    # A row of n tokens keeps window - n of the old inputs. Here a row of one is beside another row.
+                    for n in range(1 if rows > 1 else 2, window - j):
                         short = lax.broadcast_in_dim(length == n, (row_channels,), ())
                         value = jnp.where(short, old[j + n], value)
                     return value
