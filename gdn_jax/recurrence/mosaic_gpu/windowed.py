@@ -54,7 +54,7 @@ def scratch_types(call: Call) -> list:
 
 def body(call: Call):
     tile, window = call.plan.tile, call.plan.window
-    whole = WindowTile(tile, call.key_dim, call.swizzled, call.interpret)
+    whole = WindowTile(tile, call.key_dim, call.pool_dtype.itemsize, call.swizzled, call.interpret)
 
     def windowed(qkv_g, decay_g, beta_g, slot_g, offset_g, has_g, *refs):
         """Tiles one after the other, each in registers; the next one's state and values are on their way meanwhile.
