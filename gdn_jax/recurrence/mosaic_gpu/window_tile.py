@@ -54,26 +54,25 @@ class WindowTile(Tile):
         self.key_dim = key_dim
         self.interpret = interpret
         self.columns = columns = width // 4 // _COLUMN_LANES
-        # More columns than come in one access are two groups, so that those of the lanes side by side are neighbours too.
+        # Of more columns than come in one access a lane has two groups, so that lanes side by side share a sector.
         access = min(columns, 16 // itemsize)
         groups = columns // access
-        parts = (_COLUMN_LANES * access,), (access,)
+        parts = ((_COLUMN_LANES * access,), (access,)) if groups > 1 else ((columns,),)
+        more = groups - 1
         if swizzled:
             # Rows four apart side by side: of these no two lanes of an access meet a bank.
-            tiles = (KEY_ROWS, width), (4, width // 4), (2, width // 4), (columns,)
-            self.layout = _layout(tiles, (-6,), (-5, -3, -7, -2))
-        elif groups == 1:
-            self.layout = _layout(((KEY_ROWS, width), *parts), (-3,), (-4, -2))
+            tiles = (KEY_ROWS, width), (4, width // 4), (2, width // 4), *parts
+            self.layout = _layout(tiles, (-6 - more,), (-5 - more, -3 - more, -7 - more, -2))
         else:
-            self.layout = _layout(((KEY_ROWS, width), (width // 4,), *parts), (-4,), (-5, -2))
+            self.layout = _layout(((KEY_ROWS, width), (width // 4,), *parts), (-3 - more,), (-4 - more, -2))
         # How far away the lane with the other row of two, of the other two of four, and of the other four is.
         self.distances = tuple(_COLUMN_LANES * i for i in ((2, 4, 1) if swizzled else (1, 2, 4)))
         self.key_layout, self.value_layout = self.layout.reduce(1), self.layout.reduce(0)
         # A warp's columns are halved until one is left, and once cut among the lanes side by side.
-        cuts = [2] * (groups - 1) + [_COLUMN_LANES] + [2] * (access.bit_length() - 1)
+        cuts = [2] * more + [_COLUMN_LANES] + [2] * (access.bit_length() - 1)
         sizes = itertools.accumulate(cuts, operator.floordiv, initial=width // 4)
         dims = list(range(-1 - len(cuts), -1))
-        lanes = dims.pop(groups - 1)
+        lanes = dims.pop(more)
         # Of the bits of a lane's row the first picks a half of its columns, the next a half of that.
         halves = (dims[1], dims[0], dims[2]) if swizzled else dims[::-1]
         repeat = () if columns == KEY_ROWS else (plgpu.Replicated(KEY_ROWS // columns),)
@@ -169,54 +168,13 @@ class WindowTile(Tile):
 
         return finished(total)  # pyright: ignore[reportCallIssue]
 
-    def store_factor(self, ref, factor):
-        """Writes the factor such that `load_factor` gets it, neighbours the other way round."""
-        if self.interpret is not None or self.columns == 1:
-            store(ref, factor)
-            return
-
-        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), self.spread_layout))
-        def stores(_, ref, factor):
-            index, tiled = ir.IndexType.get(), self.spread_layout.to_mgpu()
-            strides = tiled.tiling.tile_strides((1,))[-tiled.tiled_tiling_rank :]
-            at = mgpu.c(0, index)
-            for indices in (tiled.warp_indices(), tiled.lane_indices()):
-                for i, stride in zip(indices, strides, strict=True):
-                    at = arith.addi(at, arith.muli(arith.index_cast(index, i), mgpu.c(stride, index)))
-            vector.store(factor.registers.item(), ref, [arith.xori(at, mgpu.c(1, index))])
-
-        stores(ref, factor)  # pyright: ignore[reportCallIssue]
-
-    def load_factor(self, ref):
-        """The factor of all columns of a lane.
-
-        A factor enters one operation with the element of the state that it changes. Both come in accesses of four
-        words, whose registers are neighbours, and would lie in the same bank if both were in the same order.
-        """
-        factor = load(ref, self.value_layout)
-        if self.interpret is not None or self.columns == 1:
-            return factor
-
-        @plgpu.inline_mgpu(
-            arg_types=(self.value_layout,),
-            return_type=plgpu.ShapeDtypeStruct((self.width,), jnp.dtype(jnp.float32), self.value_layout),
-        )
-        def swapped(_, factor):
-            registers = np.empty_like(factor.registers)
-            for i, x in np.ndenumerate(factor.registers):
-                order = [vector.extract(x, [], [j ^ 1]) for j in range(x.type.shape[0])]
-                registers[i] = vector.from_elements(x.type, order)
-            return mgpu.FragmentedArray(_registers=registers, _layout=factor.layout, _is_signed=None)
-
-        return swapped(factor)  # pyright: ignore[reportCallIssue]
-
     def window_step(self, state, words_s, value, gates, factor_s, needed=None):
         """New state (the old one where `needed` is false), output and delta factor, both in `spread_layout`."""
         words = self.load_words(words_s)
         words = [along_values(word, self.width, self.layout) for word in words]
         totals = add_products(self.zeros(2), state, words[: len(state)], words[len(state) :])
         factor = token_factor(self.finish(totals[0]), value, gates)
-        self.store_factor(factor_s, factor)
+        store(factor_s, factor)
 
         def output():
             return output_of(self.finish(totals[1]), factor, gates)
@@ -228,7 +186,7 @@ class WindowTile(Tile):
             keys = self.load_words(words_s.at[pl.ds(0, self.key_dim)])
             keys = [along_values(key, self.width, self.layout) for key in keys]
             # Both in one piece of code, so that the update hides the exchange.
-            return self.update(state, keys, self.load_factor(factor_s), gates[0]), output()
+            return self.update(state, keys, load(factor_s, self.value_layout), gates[0]), output()
 
         state, out = updated() if needed is None else lax.cond(needed, updated, lambda: (state, output()))
         return state, out, factor
