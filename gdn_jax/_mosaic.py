@@ -104,6 +104,16 @@ def vector_layout(size: int):
     return plgpu.Layout.TILED(plgpu.Tiling(((unit,), (lanes,), (1,))), (*repeat_warps, -3), (-2,), -1)
 
 
+def when(condition):
+    """`pl.when` for a condition on the device: see `cond`."""
+    return lambda function: cond(condition, function, lambda: None)
+
+
+def cond(condition, function, otherwise):
+    """`lax.cond`, lowered in a fraction of the time: for each conversion of a boolean Mosaic starts ptxas once."""
+    return lax.switch(lax.select(condition, jnp.int32(1), jnp.int32(0)), (otherwise, function))
+
+
 def load(ref, layout) -> jax.Array:
     """The contents of `ref` (shared or global memory) in float32."""
     return plgpu.load(ref, layout=layout, optimized=False).astype(jnp.float32)
@@ -116,20 +126,109 @@ def widen(x, layout, interpret) -> jax.Array:
 
     @plgpu.inline_mgpu(arg_types=(layout,), return_type=plgpu.ShapeDtypeStruct(x.shape, jnp.dtype(jnp.float32), layout))
     def widened(_, x):
-        f32, i32 = ir.F32Type.get(), ir.IntegerType.get_signless(32)
-        n = x.layout.vector_length
         registers = np.empty_like(x.registers)
-        for i, pairs in np.ndenumerate(x.registers):
-            parts = []
-            pairs = vector.bitcast(ir.VectorType.get((n // 2,), i32), pairs)
-            for j in range(n // 2):
-                pair = vector.extract(pairs, [], [j])
-                for bits in (arith.shli(pair, mgpu.c(16, i32)), arith.andi(pair, mgpu.c(-(1 << 16), i32))):
-                    parts.append(arith.bitcast(f32, bits))
-            registers[i] = vector.from_elements(ir.VectorType.get((n,), f32), parts)
+        for i, register in np.ndenumerate(x.registers):
+            registers[i] = _widened(register)
         return mgpu.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=None)
 
     return widened(x)  # pyright: ignore[reportCallIssue]
+
+
+def _widened(register):
+    """A vector in float32, of those in bfloat16 one of an even length."""
+    f32, i32 = ir.F32Type.get(), ir.IntegerType.get_signless(32)
+    (n,) = register.type.shape
+    if register.type.element_type == f32:
+        return register
+    wide = ir.VectorType.get((n,), f32)
+    if n % 2 or register.type.element_type != ir.BF16Type.get():
+        return arith.extf(wide, register)
+    parts = []
+    pairs = vector.bitcast(ir.VectorType.get((n // 2,), i32), register)
+    for j in range(n // 2):
+        pair = vector.extract(pairs, [], [j])
+        for bits in (arith.shli(pair, mgpu.c(16, i32)), arith.andi(pair, mgpu.c(-(1 << 16), i32))):
+            parts.append(arith.bitcast(f32, bits))
+    return vector.from_elements(wide, parts)
+
+
+def _places(ref, layout, shape):
+    """Where a thread has what is its own of arrays of `shape`, which lie one after the other along the rows of `ref`.
+
+    For each array a list of places in its registers and pointers to their vectors: one address and distances from it,
+    where a load or store of Pallas computes the address of every vector from the thread's number.
+    """
+    i32 = ir.IntegerType.get_signless(32)
+    kind = ir.MemRefType(ref.type)
+    vectors = ir.VectorType.get((layout.vector_length,), kind.element_type)
+    of_ref, _ = kind.get_strides_and_offset()
+    strides = [stride // layout.vector_length for stride in layout.tiling.tile_strides(tuple(of_ref))]
+    pointer = mgpu.utils.memref_ptr(ref)
+    for indices, dims in (
+        (layout.warp_indices(), layout.partitioned_warp_dims),
+        (layout.lane_indices(), layout.partitioned_lane_dims),
+    ):
+        for dim in dims:
+            distance = arith.muli(indices[dim], mgpu.c(strides[dim], i32))
+            pointer = mgpu.utils.getelementptr(pointer, [distance], vectors)
+
+    def distance(array, i):
+        first = array * shape[0] * of_ref[0] // layout.vector_length
+        return first + sum(a * b for a, b in zip(i, strides, strict=True))
+
+    places = list(np.ndindex(layout.registers_shape(shape)))
+    count = kind.shape[0] // shape[0]
+    return vectors, [
+        [(i, mgpu.utils.getelementptr(pointer, [distance(n, i)], vectors)) for i in places] for n in range(count)
+    ]
+
+
+def load_rows(ref, rows: int, layout, interpret) -> list[jax.Array]:
+    """`ref`, in shared or global memory, in float32 and cut along its first axis into arrays of `rows`.
+
+    With `rows` 0 into arrays without that axis.
+    """
+    step = max(rows, 1)
+    count, shape = ref.shape[0] // step, (rows,) * (rows > 0) + ref.shape[1:]
+    if interpret is not None:
+        return [load(ref.at[pl.ds(i * rows, rows) if rows else i], layout) for i in range(count)]
+
+    array = plgpu.ShapeDtypeStruct(shape, jnp.dtype(jnp.float32), layout)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=[array] * count)
+    def loads(_, ref):
+        tiled = layout.to_mgpu()
+        kind, arrays = _places(ref, tiled, (step, *ref.type.shape[1:]))
+        loaded = []
+        for places in arrays:
+            registers = np.empty(len(places), dtype=object)
+            for i, (_, pointer) in enumerate(places):
+                registers[i] = _widened(llvm.load(kind, pointer))
+            registers = registers.reshape(tiled.registers_shape(shape))
+            loaded.append(mgpu.FragmentedArray(_registers=registers, _layout=tiled, _is_signed=None))
+        return loaded
+
+    return loads(ref)  # pyright: ignore[reportCallIssue]
+
+
+def store_rows(ref, arrays, layout, interpret) -> None:
+    """Writes float32 arrays, rounded to the dtype of `ref` and one after the other along its first axis."""
+    if interpret is not None:
+        rows = arrays[0].shape[0]
+        for i, array in enumerate(arrays):
+            store(ref.at[pl.ds(i * rows, rows)], array)
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), [layout] * len(arrays)))
+    def stores(_, ref, arrays):
+        tiled = layout.to_mgpu()
+        kind, places = _places(ref, tiled, arrays[0].shape)
+        for array, of_array in zip(arrays, places, strict=True):
+            array = array.astype(kind.element_type)
+            for i, pointer in of_array:
+                llvm.store(array.registers[i], pointer)
+
+    stores(ref, list(arrays))  # pyright: ignore[reportCallIssue]
 
 
 def store(ref, value) -> None:

@@ -17,6 +17,7 @@ from gdn_jax._mosaic import (
     store,
     store_chunks,
     vector_layout,
+    when,
 )
 from gdn_jax.recurrence.mosaic_gpu.plan import Call
 from gdn_jax.recurrence.mosaic_gpu.step import (
@@ -24,6 +25,7 @@ from gdn_jax.recurrence.mosaic_gpu.step import (
     Rows,
     Tile,
     add_products,
+    clear_chunks,
     ring_row,
     row_bounds,
     token_output,
@@ -98,8 +100,8 @@ def body(call: Call):
                 store(value_s, load(values, part.value_layout))
                 (gates,) = stage_token(qkv_g, decay_g, beta_g, t, [h], keys_s, queries_s, gates_s)
                 value = load(value_s, part.value_layout)
-                keys = part.load_keys([keys_s.at[c] for c in call.chunks])
-                queries = part.load_keys([queries_s.at[c] for c in call.chunks])
+                keys = part.load_keys(keys_s)
+                queries = part.load_keys(queries_s)
                 state, out, factor = part.step(state, keys, queries, value, gates)
                 store(out_g.at[t, pl.ds(h * call.value_dim + v0, part.width)], out)
                 if call.records:
@@ -108,7 +110,7 @@ def body(call: Call):
                 if call.records:
                     to = ring_row(ring_g, ring_slot_g[b], end - start)
 
-                    @pl.when(to >= 0)
+                    @when(to >= 0)
                     def _():
                         record = ring_g.at[to, lax.div(h, call.group), t - start]
                         write_record(
@@ -121,10 +123,10 @@ def body(call: Call):
             return lax.fori_loop(start, end, step, state)
 
         def plain():
-            state_g = [pool_g.at[slot, h, c, pl.ds(v0, tile)] for c in call.chunks]
+            state_g = pool_g.at[slot, h, :, pl.ds(v0, tile)]
             state = by_token(whole, whole.load(state_g, has_state), h, v0)
 
-            @pl.when(end - start > ring_g.shape[2] if call.records else True)
+            @when(end - start > ring_g.shape[2] if call.records else True)
             def _():
                 whole.store(state_g, state)
 
@@ -158,10 +160,10 @@ def body(call: Call):
                     state = load_chunks(block, part.layout, has_state, call.interpret)
                     if n == 0:
                         values, gates = begin()
-                    keys, queries = (part.load_keys([ref.at[c] for c in call.chunks]) for ref in (keys_s, queries_s))
+                    keys, queries = (part.load_keys(ref) for ref in (keys_s, queries_s))
                     sums = add_products((part.zeros(), part.zeros()), state, keys, queries)
                     spread = finish(sums, values[n], gates[n], h, v0)
-                    keys = part.load_keys([keys_s.at[c] for c in call.chunks])
+                    keys = part.load_keys(keys_s)
                     state = part.update(state, keys, spread, gates[n][0])
                     store_chunks(block, part.layout, state, states_bytes, call.interpret)
 
@@ -182,9 +184,6 @@ def body(call: Call):
                 def fetch(n, i):
                     plgpu.copy_gmem_to_smem(home(n, pieces[i]), state_s.at[pieces[i]], arrived.at[i])
 
-                def chunks(ref, piece):
-                    return [ref.at[pl.ds(c, KEY_ROWS)] for c in range(piece.start, piece.start + size, KEY_ROWS)]
-
                 fetch_to_keep(home(0, pl.ds(0, call.key_dim)), states_bytes, call.interpret)
                 for i in range(len(pieces)):
                     fetch(0, i)
@@ -194,45 +193,41 @@ def body(call: Call):
                     for i, piece in enumerate(pieces):
                         plgpu.barrier_wait(arrived.at[i])
 
-                        @pl.when(jnp.logical_not(has_state))
+                        @when(jnp.logical_not(has_state))
                         def _(piece=piece):
-                            # Every lane clears what it reads itself.
-                            for ref in chunks(state_s, piece):
-                                store(ref, part.zeros())
-                            # The bulk copy that overwrites it comes after.
-                            plgpu.commit_smem()
+                            clear_chunks(state_s.at[piece], part.zeros())
 
-                        keys, queries = (part.load_keys(chunks(ref, piece)) for ref in (keys_s, queries_s))
-                        sums = add_products(sums, part.load(chunks(state_s, piece)), keys, queries)
+                        keys, queries = (part.load_keys(ref.at[piece]) for ref in (keys_s, queries_s))
+                        sums = add_products(sums, part.load(state_s.at[piece]), keys, queries)
                     spread = finish(sums, values[n], gates[n], h, v0)
                     for i, piece in enumerate(pieces):
-                        keys = part.load_keys(chunks(keys_s, piece))
-                        state = part.update(part.load(chunks(state_s, piece)), keys, spread, gates[n][0])
+                        keys = part.load_keys(keys_s.at[piece])
+                        state = part.update(part.load(state_s.at[piece]), keys, spread, gates[n][0])
                         store_chunks(home(n, piece), part.layout, state, states_bytes, call.interpret)
                         if n + 1 < run:
                             plgpu.commit_smem()
                             fetch(n + 1, i)
 
-            pl.when(end - start == 1)(in_shared_memory if tile_s else in_registers)
+            when(end - start == 1)(in_shared_memory if tile_s else in_registers)
 
-            @pl.when(end - start > 1)
+            @when(end - start > 1)
             def _():
                 narrow = Tile(16, call.interpret)
 
                 def slab(j, _):
                     _, h, v0 = call.where(first + lax.div(j, tile // 16))
                     v0 += lax.rem(j, tile // 16) * 16
-                    refs = [pool_g.at[slot, h, c, pl.ds(v0, 16)] for c in call.chunks]
-                    narrow.store(refs, by_token(narrow, narrow.load(refs, has_state), h, v0))
+                    ref = pool_g.at[slot, h, :, pl.ds(v0, 16)]
+                    narrow.store(ref, by_token(narrow, narrow.load(ref, has_state), h, v0))
                     return 0
 
                 lax.fori_loop(0, run * tile // 16, slab, 0)
 
         # First: what it looks at is then one trip to memory with the other indices.
         zero_uncovered(offset_g, (offset_g[0], offset_g[call.batch]), out_g, out_columns, out_layout, b, call.batch)
-        pl.when(live & (end > start))(whole_rows if call.plan.rows else plain)
+        when(live & (end > start))(whole_rows if call.plan.rows else plain)
 
-        @pl.when(jnp.logical_not(live))
+        @when(jnp.logical_not(live))
         def _():
             zero_tokens(out_g, start, end, out_columns, out_layout)
 

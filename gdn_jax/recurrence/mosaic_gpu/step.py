@@ -20,15 +20,18 @@ from gdn_jax._mosaic import (
     KEY_ROWS,
     along_keys,
     along_values,
+    cond,
     is_row_of,
     load,
+    load_rows,
     rounded_product,
     row_layout,
     state_layout,
     store,
+    store_rows,
     update,
     vector_layout,
-    widen,
+    when,
     zeros,
 )
 
@@ -53,6 +56,18 @@ def finish_sums(totals):
     return [jnp.sum(total, axis=0) for total in totals]
 
 
+def clear_chunks(ref, zero):
+    """Clears chunks of a state in shared memory, every lane what it reads itself."""
+
+    def clear(i, _):
+        store(ref.at[pl.ds(i * KEY_ROWS, KEY_ROWS)], zero)
+        return 0
+
+    lax.fori_loop(0, ref.shape[0] // KEY_ROWS, clear, 0)
+    # The bulk copy that overwrites it comes after.
+    plgpu.commit_smem()
+
+
 class Tile:
     """A tile of `width` columns as lists of chunks, and one token's step over it."""
 
@@ -65,30 +80,27 @@ class Tile:
     def zeros(self, count):
         return [zeros((KEY_ROWS, self.width), self.layout) for _ in range(count)]
 
-    def load(self, refs, exists):
+    def load(self, ref, exists):
         """The state, zeros where it does not exist yet."""
         # By selection, not by a branch: the loads then do not wait for what decides.
         (zero,) = self.zeros(1)
-        return [jnp.where(exists, load(ref, self.layout), zero) for ref in refs]
+        return [jnp.where(exists, chunk, zero) for chunk in load_rows(ref, KEY_ROWS, self.layout, self.interpret)]
 
-    def load_shared(self, refs, exists):
+    def load_shared(self, ref, exists):
         """The same from shared memory that holds anything at all if the state does not exist."""
 
-        @pl.when(jnp.logical_not(exists))
+        @when(jnp.logical_not(exists))
         def _():
-            # Every lane clears what it reads itself.
-            self.store(refs, self.zeros(len(refs)))
-            # The bulk copy that overwrites it comes after.
-            plgpu.commit_smem()
+            clear_chunks(ref, self.zeros(1)[0])
 
-        return [widen(plgpu.load(r, layout=self.layout, optimized=False), self.layout, self.interpret) for r in refs]
+        return load_rows(ref, KEY_ROWS, self.layout, self.interpret)
 
-    def store(self, refs, state):
-        for ref, s in zip(refs, state, strict=True):
-            store(ref, s)
+    def store(self, ref, state):
+        store_rows(ref, state, self.layout, self.interpret)
 
-    def load_keys(self, refs):
-        return [along_values(load(ref, self.key_layout), self.width, self.layout) for ref in refs]
+    def load_keys(self, ref):
+        keys = load_rows(ref, KEY_ROWS, self.key_layout, self.interpret)
+        return [along_values(key, self.width, self.layout) for key in keys]
 
     def update(self, state, keys, factor, decay):
         spread = along_keys(factor, KEY_ROWS, self.layout)
@@ -102,7 +114,7 @@ class Tile:
         def updated():
             return self.update(state, keys, factor, gates[0])
 
-        state = updated() if needed is None else lax.cond(needed, updated, lambda: state)
+        state = updated() if needed is None else cond(needed, updated, lambda: state)
         return state, out, factor
 
 
@@ -123,21 +135,21 @@ class Rows:
     def zeros(self):
         return zeros((KEY_ROWS, self.width), self.layout)
 
-    def load(self, refs):
-        parts = [plgpu.load(ref, layout=self.layout, optimized=False) for ref in refs]
-        return [widen(part, self.layout, self.interpret) for part in parts]
+    def load(self, ref):
+        return load_rows(ref, KEY_ROWS, self.layout, self.interpret)
 
-    def load_keys(self, refs):
-        return [along_values(load(ref, self.key_layout), self.width, self.layout) for ref in refs]
+    def load_keys(self, ref):
+        keys = load_rows(ref, KEY_ROWS, self.key_layout, self.interpret)
+        return [along_values(key, self.width, self.layout) for key in keys]
 
     def finish(self, totals, partial_s):
         """`S^T k` and `S^T q`, a column a thread, by way of shared memory."""
         for which, total in enumerate(totals):
-            store(partial_s.at[which], total)
+            store_rows(partial_s.at[which], [total], self.layout, self.interpret)
         plgpu.commit_smem()
         sums = []
         for which in range(2):
-            lanes = [load(partial_s.at[which, i], self.value_layout) for i in range(KEY_ROWS)]
+            lanes = load_rows(partial_s.at[which], 0, self.value_layout, self.interpret)
             while len(lanes) > 1:
                 lanes = [a + b for a, b in zip(lanes[::2], lanes[1::2], strict=True)]
             sums += lanes
@@ -232,13 +244,13 @@ def zero_uncovered(offsets, ends, out, columns, layout, b, batch):
     num_tokens = out.shape[0]
     first, last = ends
 
-    @pl.when((first > 0) | (last < num_tokens))
+    @when((first > 0) | (last < num_tokens))
     def _():
         def chunk(i, _):
             begin = (b + i * batch) * _ZERO_CHUNK
             end = jnp.minimum(begin + _ZERO_CHUNK, num_tokens)
 
-            @pl.when((begin < first) | (end > last))
+            @when((begin < first) | (end > last))
             def _():
                 def cover(row, mask):
                     # Clipped first: an offset may lie so far out that its distance overflows.
@@ -248,7 +260,7 @@ def zero_uncovered(offsets, ends, out, columns, layout, b, batch):
                 covered = lax.fori_loop(0, batch, cover, jnp.int32(0))
 
                 def token(t, _):
-                    @pl.when((covered >> (t - begin)) & 1 == 0)
+                    @when((covered >> (t - begin)) & 1 == 0)
                     def _():
                         zero_tokens(out, t, t + 1, columns, layout)
 
@@ -280,11 +292,11 @@ def write_record(record, member, group, v0, key, factor, value_dim, decay):
 
     copy(factor, key_dim + member * value_dim + v0)
 
-    @pl.when(v0 == 0)
+    @when(v0 == 0)
     def _():
         record[key_dim + group * value_dim + member] = decay.astype(record.dtype)
 
-        @pl.when(member == 0)
+        @when(member == 0)
         def _():
             copy(key, 0)
 

@@ -5,7 +5,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from gdn_jax._mosaic import is_row_of, load, store
+from gdn_jax._mosaic import cond, is_row_of, load, store, when
 from gdn_jax.recurrence.mosaic_gpu.plan import Call, window_scratch
 from gdn_jax.recurrence.mosaic_gpu.step import (
     KeyVectors,
@@ -76,7 +76,7 @@ def body(call: Call):
             """State and first window, numbered w, of tile n."""
             slot, start, _, busy = row
 
-            @pl.when(busy)
+            @when(busy)
             def _():
                 _, h, v0 = call.where(tile_index(n))
                 source = pool_g.at[slot, h, :, pl.ds(v0, tile)]
@@ -121,11 +121,11 @@ def body(call: Call):
                 gate_shift = first - gates_from(first)
                 plgpu.commit_smem()
 
-                @pl.when(last)
+                @when(last)
                 def _():
                     fetch_tile(n + 1, next_row, w + 1)
 
-                @pl.when(jnp.logical_not(last))
+                @when(jnp.logical_not(last))
                 def _():
                     fetch_tokens(n, first + window, w + 1)
 
@@ -135,8 +135,8 @@ def body(call: Call):
 
                 def operands(p):
                     return (
-                        whole.load_keys([keys_s.at[p, c] for c in call.chunks]),
-                        whole.load_keys([queries_s.at[p, c] for c in call.chunks]),
+                        whole.load_keys(keys_s.at[p]),
+                        whole.load_keys(queries_s.at[p]),
                         load(raw_values.at[stage, p], whole.value_layout),
                         [gates_s[n, p + gate_shift if n < 2 else p] for n in range(5)],
                     )
@@ -153,7 +153,7 @@ def body(call: Call):
                 if call.records:
                     plgpu.commit_smem()
 
-                    @pl.when(to >= 0)
+                    @when(to >= 0)
                     def _():
                         def write(p, _):
                             record = ring_g.at[to, lax.div(h, call.group), first - start + p]
@@ -169,26 +169,26 @@ def body(call: Call):
 
             def compute():
                 plgpu.barrier_wait(state_arrived.at[warpgroup])
-                state = whole.load_shared([state_s.at[c] for c in call.chunks], has_g[b])
+                state = whole.load_shared(state_s, has_g[b])
                 carry = (start, state, decay, beta, w)
                 _, state, *rest = lax.while_loop(lambda c: c[0] < end, window_of, carry)
 
-                @pl.when(commits)
+                @when(commits)
                 def _():
-                    whole.store([pool_g.at[slot, h, c, pl.ds(v0, tile)] for c in call.chunks], state)
+                    whole.store(pool_g.at[slot, h, :, pl.ds(v0, tile)], state)
 
                 return rest
 
             def skip():
                 fetch_tile(n + 1, next_row, w)
 
-                @pl.when(jnp.logical_not(is_row_of(slot, call.max_slots)))
+                @when(jnp.logical_not(is_row_of(slot, call.max_slots)))
                 def _():
                     zero_tokens(out_g, start, end, out_columns, whole.value_layout)
 
                 return [*load_gates(n + 1, next_row[1]), w]
 
-            decay, beta, w = lax.cond(busy, compute, skip)
+            decay, beta, w = cond(busy, compute, skip)
             ends = offset_g[0], offset_g[call.batch]
             zero_uncovered(offset_g, ends, out_g, out_columns, whole.value_layout, b, call.batch)
             return next_row, after_next, decay, beta, w

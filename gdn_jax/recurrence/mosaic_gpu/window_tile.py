@@ -19,8 +19,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, vector
 
-from gdn_jax._mosaic import KEY_ROWS, along_values, load, store, warp_barrier
-from gdn_jax.recurrence.mosaic_gpu.step import Tile, add_products, output_of, token_factor
+from gdn_jax._mosaic import KEY_ROWS, along_values, cond, load, store, warp_barrier, when, widen
+from gdn_jax.recurrence.mosaic_gpu.step import Tile, add_products, clear_chunks, output_of, token_factor
 
 _COLUMN_LANES = 32 // KEY_ROWS
 """Lanes side by side along the columns of a warp."""
@@ -50,6 +50,7 @@ class WindowTile(Tile):
     def __init__(self, width, key_dim, swizzled, interpret):
         self.width = width
         self.key_dim = key_dim
+        self.swizzled = swizzled
         self.interpret = interpret
         self.columns = columns = width // 4 // _COLUMN_LANES
         if swizzled:
@@ -75,6 +76,25 @@ class WindowTile(Tile):
             (plgpu.Replicated(4),),
             (*((-3, -2, -4) if swizzled else (-2,)), plgpu.Replicated(_COLUMN_LANES)),
         )
+
+    def load_shared(self, ref, exists):
+        if not self.swizzled:
+            return super().load_shared(ref, exists)
+
+        @when(jnp.logical_not(exists))
+        def _():
+            clear_chunks(ref, self.zeros(1)[0])
+
+        count = self.key_dim // KEY_ROWS
+        array = plgpu.ShapeDtypeStruct((KEY_ROWS, self.width), ref.dtype, self.layout)
+
+        @plgpu.inline_mgpu(arg_types=(self.layout,), return_type=[array] * count)
+        def chunks(_, state):
+            parts = np.split(state.registers, count)
+            return [mgpu.FragmentedArray(_registers=x, _layout=state.layout, _is_signed=None) for x in parts]
+
+        state = plgpu.load(ref, layout=self.layout, optimized=False)
+        return [widen(chunk, self.layout, None) for chunk in chunks(state)]  # pyright: ignore[reportCallIssue]
 
     def store_words(self, ref, keys, queries, layout):
         """Keys and then queries of a window, pieces [window, piece] as of `KeyVectors`, as `load_words` loads them.
@@ -178,5 +198,5 @@ class WindowTile(Tile):
             # Both in one piece of code, so that the update hides the exchange.
             return self.update(state, keys, load(factor_s, self.value_layout), gates[0]), output()
 
-        state, out = updated() if needed is None else lax.cond(needed, updated, lambda: (state, output()))
+        state, out = updated() if needed is None else cond(needed, updated, lambda: (state, output()))
         return state, out, factor

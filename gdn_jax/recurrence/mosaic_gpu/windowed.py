@@ -8,7 +8,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from gdn_jax._mosaic import is_row_of, load, store, vector_layout, warpgroup_barrier
+from gdn_jax._mosaic import cond, is_row_of, load, store, vector_layout, warpgroup_barrier, when
 from gdn_jax.recurrence.mosaic_gpu.plan import Call, window_scratch
 from gdn_jax.recurrence.mosaic_gpu.step import (
     KeyVectors,
@@ -138,12 +138,12 @@ def body(call: Call):
         def fetch_run(n, row, stage, with_state: bool | jax.Array = True):
             """What the worker's run n begins with."""
 
-            @pl.when(row.busy)
+            @when(row.busy)
             def _():
                 hk, column = place(n)[1::2]
                 fetch_keys(row.start, hk)
                 fetch_values(row.start, column, stage)
-                pl.when(with_state)(lambda: fetch_state(row.slot, column))
+                when(with_state)(lambda: fetch_state(row.slot, column))
 
         def run_of(n, carry):
             row, next_row, first_gates, stage = carry
@@ -178,7 +178,7 @@ def body(call: Call):
                 last = first + window >= end
                 again = jnp.logical_not(one_window) & (jnp.logical_not(last) | (i + 1 < call.plan.run))
 
-                @pl.when(again | next_row.busy)
+                @when(again | next_row.busy)
                 def _():
                     of_row = jnp.where(last, start, first + window)
                     fetch_keys(jnp.where(again, of_row, next_row.start), jnp.where(again, hk, next_hk))
@@ -190,14 +190,14 @@ def body(call: Call):
                 decays = pl.ds(head * call.group, call.group)
                 decays_at = pl.ds(call.key_dim + call.group * call.value_dim, call.group)
 
-                @pl.when((to >= 0) & (count == window))
+                @when((to >= 0) & (count == window))
                 def _():
                     records = ring_g.at[to, hk + head, pl.ds(first - start, window)]
                     keys = load(keys_s.at[head], token_rows_layout(call.key_dim))
                     store(records.at[:, pl.ds(0, call.key_dim)], keys)
                     store(records.at[:, decays_at], load(gates_s.at[0, :, decays], token_rows_layout(call.group)))
 
-                @pl.when((to >= 0) & (count < window))
+                @when((to >= 0) & (count < window))
                 def _():
                     def write(p, _):
                         record = ring_g.at[to, hk + head, first - start + p]
@@ -229,13 +229,13 @@ def body(call: Call):
                     last = first + window >= end
                     gates_shift = first - jnp.minimum(first, call.num_tokens - window)
 
-                    @pl.when(first > start)
+                    @when(first > start)
                     def _():
                         plgpu.barrier_wait(values_arrived.at[warpgroup])
                         # All warps have done with the window before.
                         warpgroup_barrier(call.interpret)
 
-                    @pl.when(more | jnp.logical_not(last))
+                    @when(more | jnp.logical_not(last))
                     def _():
                         fetch_values(
                             jnp.where(last, next_start, first + window),
@@ -243,11 +243,11 @@ def body(call: Call):
                             1 - stage,
                         )
 
-                    @pl.when(jnp.logical_not(one_window) & ((i > 0) | (first > start)))
+                    @when(jnp.logical_not(one_window) & ((i > 0) | (first > start)))
                     def _():
                         prepare(i, [head], first, load_gates(first, n))
                         if call.records:
-                            pl.when((member == 0) & (v0 == 0))(lambda: record_keys(head, first))
+                            when((member == 0) & (v0 == 0))(lambda: record_keys(head, first))
 
                     def token(p, state):
                         needed = commits | (first + p + 1 < end) if call.records else None
@@ -266,7 +266,7 @@ def body(call: Call):
                         if call.records:
                             factors = pl.ds(call.key_dim + member * call.value_dim + v0, tile)
                             record = ring_g.at[to, hk + head, first - start + p, factors]
-                            pl.when(to >= 0)(lambda: store(record, factor))
+                            when(to >= 0)(lambda: store(record, factor))
                         return state
 
                     count = jnp.minimum(end - first, window)
@@ -274,21 +274,21 @@ def body(call: Call):
                     return first + window, state, 1 - stage
 
                 plgpu.barrier_wait(state_arrived.at[warpgroup])
-                state = whole.load_shared([state_s.at[c] for c in call.chunks], has_state)
+                state = whole.load_shared(state_s, has_state)
                 plgpu.barrier_wait(values_arrived.at[warpgroup])
                 # All warps have the state, and have done with the tile before.
                 warpgroup_barrier(call.interpret)
 
-                @pl.when(more)
+                @when(more)
                 def _():
                     fetch_state(next_slot, next_tile_column)
 
                 _, state, stage = lax.while_loop(lambda carry: carry[0] < end, window_of, (start, state, stage))
 
-                @pl.when(commits)
+                @when(commits)
                 def _():
                     h = hk * call.group + in_run_member
-                    whole.store([pool_g.at[slot, h, c, pl.ds(v0, tile)] for c in call.chunks], state)
+                    whole.store(pool_g.at[slot, h, :, pl.ds(v0, tile)], state)
 
                 return stage
 
@@ -296,10 +296,10 @@ def body(call: Call):
                 # Before the state is waited for.
                 prepare(0, range(call.run_heads), start, first_gates)
                 if staggered:
-                    pl.when((n == 0) & (warpgroup > 0))(lambda: fetch_state(slot, column))
+                    when((n == 0) & (warpgroup > 0))(lambda: fetch_state(slot, column))
                 if call.records:
                     # Of several runs of a key head the first does it.
-                    @pl.when(part == 0)
+                    @when(part == 0)
                     def _():
                         def record(head, _):
                             record_keys(head, start)
@@ -313,7 +313,7 @@ def body(call: Call):
                 fetch_run(n + 1, next_row, stage)
                 return stage
 
-            stage = lax.cond(busy, compute, skip)
+            stage = cond(busy, compute, skip)
 
             # The compilers turn an index into a scalar at once, and so wait for memory wherever it is loaded. From the
             # begin of the run until here these only pass to shared memory; the barrier keeps warps within two runs.
@@ -323,12 +323,12 @@ def body(call: Call):
             after_next = row_of(n + 2, [rows_s[lax.rem(n, 2), j] for j in range(len(indices_after))])
             live = is_row_of(slot, call.max_slots)
 
-            @pl.when((ends[0] > 0) | (ends[1] < call.num_tokens) | jnp.logical_not(live))
+            @when((ends[0] > 0) | (ends[1] < call.num_tokens) | jnp.logical_not(live))
             def _():
                 def zero(i, _):
                     out_columns = pl.ds(column + i * tile, tile)
 
-                    @pl.when(jnp.logical_not(live))
+                    @when(jnp.logical_not(live))
                     def _():
                         zero_tokens(out_g, start, end, out_columns, whole.value_layout)
 
