@@ -163,14 +163,14 @@ def _places(ref, layout, shape):
     vectors = ir.VectorType.get((layout.vector_length,), kind.element_type)
     of_ref, _ = kind.get_strides_and_offset()
     strides = [stride // layout.vector_length for stride in layout.tiling.tile_strides(tuple(of_ref))]
-    pointer = mgpu.utils.memref_ptr(ref)
+    at = mgpu.c(0, i32)
     for indices, dims in (
-        (layout.warp_indices(), layout.partitioned_warp_dims),
         (layout.lane_indices(), layout.partitioned_lane_dims),
+        (layout.warp_indices(), layout.partitioned_warp_dims),
     ):
         for dim in dims:
-            distance = arith.muli(indices[dim], mgpu.c(strides[dim], i32))
-            pointer = mgpu.utils.getelementptr(pointer, [distance], vectors)
+            at = arith.addi(at, arith.muli(indices[dim], mgpu.c(strides[dim], i32)))
+    pointer = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(ref), [at], vectors)
 
     def distance(array, i):
         first = array * shape[0] * of_ref[0] // layout.vector_length
@@ -209,6 +209,11 @@ def load_rows(ref, rows: int, layout, interpret) -> list[jax.Array]:
         return loaded
 
     return loads(ref)  # pyright: ignore[reportCallIssue]
+
+
+def load_whole(ref, layout, interpret) -> jax.Array:
+    """The contents of `ref`, as `load_rows` loads them."""
+    return load_rows(ref, ref.shape[0], layout, interpret)[0]
 
 
 def store_rows(ref, arrays, layout, interpret) -> None:
@@ -433,6 +438,11 @@ def store_chunks(block, layout, chunks, states_bytes, interpret) -> None:
                 )
 
     stores(block, [chunk.astype(block.dtype) for chunk in chunks])  # pyright: ignore[reportCallIssue]
+
+
+def store_whole(ref, value, layout, interpret) -> None:
+    """Writes `value` as `store_rows` does."""
+    store_rows(ref, [value], layout, interpret)
 
 
 def along_values(x, tile: int, layout) -> jax.Array:

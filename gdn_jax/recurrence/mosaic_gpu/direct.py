@@ -1,5 +1,6 @@
 """A tile of a state a program, which takes its row token by token: decode, and rows too few for windows."""
 
+import functools
 import math
 
 import jax.numpy as jnp
@@ -12,10 +13,10 @@ from gdn_jax._mosaic import (
     along_keys,
     fetch_to_keep,
     is_row_of,
-    load,
     load_chunks,
-    store,
+    load_whole,
     store_chunks,
+    store_whole,
     vector_layout,
     when,
 )
@@ -56,7 +57,9 @@ def scratch_types(call: Call) -> list:
 
 def body(call: Call):
     tile, run = call.plan.tile, call.plan.run
-    one_key, whole = KeyVectors(call.key_dim), Tile(tile, call.interpret)
+    load = functools.partial(load_whole, interpret=call.interpret)
+    store = functools.partial(store_whole, interpret=call.interpret)
+    one_key, whole = KeyVectors(call.key_dim, call.interpret), Tile(tile, call.interpret)
 
     def stage_token(qkv_g, decay_g, beta_g, t, heads, keys_s, queries_s, gates_s):
         """Puts key and query into shared memory in float32 and returns the gates of each head; ends at a barrier.
@@ -97,15 +100,15 @@ def body(call: Call):
                 # By shared memory, for the same reason as the gates.
                 value_s = token_s.at[2, pl.ds(0, part.width)]
                 values = qkv_g.at[t, pl.ds(call.token_columns(h)[2] + v0, part.width)]
-                store(value_s, load(values, part.value_layout))
+                store(value_s, load(values, part.value_layout), part.value_layout)
                 (gates,) = stage_token(qkv_g, decay_g, beta_g, t, [h], keys_s, queries_s, gates_s)
                 value = load(value_s, part.value_layout)
                 keys = part.load_keys(keys_s)
                 queries = part.load_keys(queries_s)
                 state, out, factor = part.step(state, keys, queries, value, gates)
-                store(out_g.at[t, pl.ds(h * call.value_dim + v0, part.width)], out)
+                store(out_g.at[t, pl.ds(h * call.value_dim + v0, part.width)], out, part.value_layout)
                 if call.records:
-                    store(scratch[0], factor)
+                    store(scratch[0], factor, part.value_layout)
                 plgpu.commit_smem()
                 if call.records:
                     to = ring_row(ring_g, ring_slot_g[b], end - start)
@@ -113,8 +116,9 @@ def body(call: Call):
                     @when(to >= 0)
                     def _():
                         record = ring_g.at[to, lax.div(h, call.group), t - start]
+                        member, vectors_s = lax.rem(h, call.group), (keys_s, scratch[0])
                         write_record(
-                            record, lax.rem(h, call.group), call.group, v0, keys_s, scratch[0], call.value_dim, gates[0]
+                            record, member, call.group, v0, *vectors_s, call.value_dim, gates[0], call.interpret
                         )
 
                     plgpu.commit_smem()
@@ -147,8 +151,8 @@ def body(call: Call):
                 """Writes the output, and returns the delta factor repeated over the rows of a chunk."""
                 out, factor = token_output(part.finish(sums, partial_s), value, gates)
                 factor_s = token_s.at[2, pl.ds(0, tile)]
-                store(factor_s, factor)
-                store(out_g.at[start, pl.ds(h * call.value_dim + v0, tile)], out)
+                store(factor_s, factor, part.value_layout)
+                store(out_g.at[start, pl.ds(h * call.value_dim + v0, tile)], out, part.value_layout)
                 plgpu.commit_smem()
                 return along_keys(load(factor_s, part.factor_layout), KEY_ROWS, part.layout)
 
@@ -224,11 +228,12 @@ def body(call: Call):
                 lax.fori_loop(0, run * tile // 16, slab, 0)
 
         # First: what it looks at is then one trip to memory with the other indices.
-        zero_uncovered(offset_g, (offset_g[0], offset_g[call.batch]), out_g, out_columns, out_layout, b, call.batch)
+        ends = offset_g[0], offset_g[call.batch]
+        zero_uncovered(offset_g, ends, out_g, out_columns, out_layout, b, call.batch, call.interpret)
         when(live & (end > start))(whole_rows if call.plan.rows else plain)
 
         @when(jnp.logical_not(live))
         def _():
-            zero_tokens(out_g, start, end, out_columns, out_layout)
+            zero_tokens(out_g, start, end, out_columns, out_layout, call.interpret)
 
     return direct

@@ -22,13 +22,14 @@ from gdn_jax._mosaic import (
     along_values,
     cond,
     is_row_of,
-    load,
     load_rows,
+    load_whole,
     rounded_product,
     row_layout,
     state_layout,
     store,
     store_rows,
+    store_whole,
     update,
     vector_layout,
     when,
@@ -145,7 +146,7 @@ class Rows:
     def finish(self, totals, partial_s):
         """`S^T k` and `S^T q`, a column a thread, by way of shared memory."""
         for which, total in enumerate(totals):
-            store_rows(partial_s.at[which], [total], self.layout, self.interpret)
+            store_whole(partial_s.at[which], total, self.layout, self.interpret)
         plgpu.commit_smem()
         sums = []
         for which in range(2):
@@ -164,29 +165,28 @@ class KeyVectors:
     """How whole keys and queries are read: the lanes of a warp side by side, up to four neighbours a lane.
 
     Attributes:
-        layout: of the pieces [piece] of one token or, for a window of several, [window, piece], a token a warp.
+        layout: of the pieces [piece] of one token or, with `tokens` (4,), [window, piece] of a window, a token a warp;
+            with (1, 4), [heads, window, piece] of several heads.
         pieces: slices of the key dimension.
     """
 
-    def __init__(self, key_dim: int, window: int = 1):
+    def __init__(self, key_dim: int, interpret, tokens: tuple[int, ...] = ()):
         lanes = math.gcd(key_dim, 32)
         vector = math.gcd(key_dim // lanes, 4)
         piece = lanes * vector
         lane_dims = (-2,) if lanes == 32 else (plgpu.Replicated(32 // lanes), -2)
-        if window == 1:
-            tiling, warp_dims = plgpu.Tiling(((piece,), (vector,))), (plgpu.Replicated(4),)
-        else:
-            tiling, warp_dims = plgpu.Tiling(((4, piece), (vector,))), (-3,)
+        tiling, warp_dims = plgpu.Tiling(((*tokens, piece), (vector,))), (-3,) if tokens else (plgpu.Replicated(4),)
+        self.interpret = interpret
         self.layout = plgpu.Layout.TILED(tiling, warp_dims, lane_dims, -1)
         self.pieces = [pl.ds(i, piece) for i in range(0, key_dim, piece)]
         self.query_scale = key_dim**-0.5
 
     def load(self, ref) -> list[jax.Array]:
-        return [load(ref.at[..., piece], self.layout) for piece in self.pieces]
+        return [load_whole(ref.at[..., piece], self.layout, self.interpret) for piece in self.pieces]
 
     def store(self, ref, pieces) -> None:
         for piece, value in zip(self.pieces, pieces, strict=True):
-            store(ref.at[..., piece], value)
+            store_whole(ref.at[..., piece], value, self.layout, self.interpret)
 
     def scales(self, key, query):
         """`1/|k|`, `key_head_dim**-0.5 / |q|` and `k . q`, in the one order of sums that every path keeps."""
@@ -227,15 +227,15 @@ def row_bounds(offsets, b, num_tokens):
     return start, jnp.clip(offsets[b + 1], start, num_tokens)
 
 
-def zero_tokens(out, start, end, columns, layout):
+def zero_tokens(out, start, end, columns, layout, interpret):
     def zero(t, _):
-        store(out.at[t, columns], zeros((columns.size,), layout))
+        store_whole(out.at[t, columns], zeros((columns.size,), layout), layout, interpret)
         return 0
 
     lax.fori_loop(start, end, zero, 0)
 
 
-def zero_uncovered(offsets, ends, out, columns, layout, b, batch):
+def zero_uncovered(offsets, ends, out, columns, layout, b, batch, interpret):
     """Zeroes, in `columns`, the tokens of no row among the chunks `b, b + batch, ..` of the token array.
 
     If the offsets begin at the first token and end at the last, every token lies in a row, however they run
@@ -262,7 +262,7 @@ def zero_uncovered(offsets, ends, out, columns, layout, b, batch):
                 def token(t, _):
                     @when((covered >> (t - begin)) & 1 == 0)
                     def _():
-                        zero_tokens(out, t, t + 1, columns, layout)
+                        zero_tokens(out, t, t + 1, columns, layout, interpret)
 
                     return 0
 
@@ -279,7 +279,7 @@ def ring_row(ring, ring_slot, length):
     return jnp.where(is_row_of(ring_slot, ring.shape[0]) & (length <= ring.shape[2]), ring_slot, -1)
 
 
-def write_record(record, member, group, v0, key, factor, value_dim, decay):
+def write_record(record, member, group, v0, key, factor, value_dim, decay, interpret):
     """One program's part of a record: its columns of the delta factor, and what only the first of its kind writes.
 
     Key and factor come from shared memory, so that the accesses can be as narrow as the record's alignment asks.
@@ -288,7 +288,8 @@ def write_record(record, member, group, v0, key, factor, value_dim, decay):
 
     def copy(source, at):
         (size,) = source.shape
-        store(record.at[pl.ds(at, size)], load(source, vector_layout(size)))
+        layout = vector_layout(size)
+        store_whole(record.at[pl.ds(at, size)], load_whole(source, layout, interpret), layout, interpret)
 
     copy(factor, key_dim + member * value_dim + v0)
 
@@ -299,12 +300,3 @@ def write_record(record, member, group, v0, key, factor, value_dim, decay):
         @when(member == 0)
         def _():
             copy(key, 0)
-
-
-def token_rows_layout(size: int):
-    """Layout of [window, size], windows of four: a token a warp, one element a lane."""
-    lanes = math.gcd(size, 32)
-    repeat = () if lanes == 32 else (plgpu.Replicated(32 // lanes),)
-    if lanes == 1:
-        return plgpu.Layout.TILED(plgpu.Tiling(((4, 1),)), (-2,), repeat, -1)
-    return plgpu.Layout.TILED(plgpu.Tiling(((4, lanes), (1,))), (-3,), (*repeat, -2), -1)

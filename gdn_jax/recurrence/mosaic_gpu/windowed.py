@@ -1,5 +1,7 @@
 """Windows of four tokens: short rows, and verifies. Tiles one after the other, those of a key head together."""
 
+import functools
+import math
 from typing import NamedTuple
 
 import jax
@@ -8,13 +10,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from gdn_jax._mosaic import cond, is_row_of, load, store, vector_layout, warpgroup_barrier, when
+from gdn_jax._mosaic import cond, is_row_of, load_whole, store_whole, vector_layout, warpgroup_barrier, when
 from gdn_jax.recurrence.mosaic_gpu.plan import Call, window_scratch
 from gdn_jax.recurrence.mosaic_gpu.step import (
     KeyVectors,
     ring_row,
     row_bounds,
-    token_rows_layout,
     zero_tokens,
     zero_uncovered,
 )
@@ -46,6 +47,15 @@ def divided(x, n: int):
     return tuple(part.astype(jnp.int32) for part in parts)
 
 
+def rows_layout(size: int):
+    """Layout of [window, size]: a token a warp, one element a lane."""
+    lanes = math.gcd(size, 32)
+    repeat = () if lanes == 32 else (plgpu.Replicated(32 // lanes),)
+    if lanes == 1:
+        return plgpu.Layout.TILED(plgpu.Tiling(((4, 1),)), (-2,), repeat, -1)
+    return plgpu.Layout.TILED(plgpu.Tiling(((4, lanes), (1,))), (-3,), (*repeat, -2), -1)
+
+
 def scratch_types(call: Call) -> list:
     """Values arrive for themselves, keys with queries."""
     arrivals = (plgpu.Barrier(num_arrivals=n, num_barriers=call.plan.warpgroups) for n in (1, 2 * call.run_heads))
@@ -53,6 +63,8 @@ def scratch_types(call: Call) -> list:
 
 
 def body(call: Call):
+    load = functools.partial(load_whole, interpret=call.interpret)
+    store = functools.partial(store_whole, interpret=call.interpret)
     tile, window = call.plan.tile, call.plan.window
     whole = WindowTile(tile, call.key_dim, call.swizzled, call.interpret)
 
@@ -77,7 +89,8 @@ def body(call: Call):
         state_s, words_s, scales_s, raw_s, values_s, factors_s, gates_s, rows_s, *scratch = scratch
         if call.records:
             (keys_s,) = scratch
-        vectors = KeyVectors(call.key_dim, window)
+        vectors = KeyVectors(call.key_dim, call.interpret, (1, window))
+        scale_layout = vectors.layout.reduce(2)
         num_runs = call.num_programs // call.plan.run
 
         tiles_a_head = call.group * call.num_tiles
@@ -123,17 +136,21 @@ def body(call: Call):
 
         def fetch_keys(first, hk):
             """Keys and queries of a run, whose first key head is `hk`, in the window that begins at token `first`."""
-            for which, head in enumerate((call.num_key_heads + hk, hk)):
-                for i in range(call.run_heads):
+
+            def fetch(i, _):
+                for which, head in enumerate((call.num_key_heads + hk, hk)):
                     source = qkv_g.at[pl.ds(first, window), pl.ds((head + i) * call.key_dim, call.key_dim)]
                     plgpu.copy_gmem_to_smem(source, raw_s.at[which, i], keys_arrived.at[warpgroup])
+                return 0
+
+            lax.fori_loop(0, call.run_heads, fetch, 0)
 
         def load_gates(first, n):
             """Decay and beta of all value heads of the key heads of the worker's run n, a window from `first` on."""
             # The array may end before the window does.
             rows = pl.ds(jnp.minimum(first, call.num_tokens - window), window)
             columns = pl.ds(place(n)[1] * call.group, run_group)
-            return [load(g.at[rows, columns], token_rows_layout(run_group)) for g in (decay_g, beta_g)]
+            return [load(g.at[rows, columns], rows_layout(run_group)) for g in (decay_g, beta_g)]
 
         def fetch_run(n, row, stage, with_state: bool | jax.Array = True):
             """What the worker's run n begins with."""
@@ -162,18 +179,17 @@ def body(call: Call):
             def prepare(i, heads, first, gates):
                 """Keys, queries, scales and gates in the window that begins at token `first`, for the run's tile i.
 
-                `heads` are those, counted from the run's first, whose keys and queries are needed.
+                `heads` is the slice of those, counted from the run's first, whose keys and queries are needed.
                 """
                 plgpu.barrier_wait(keys_arrived.at[warpgroup])
-                raw = [[vectors.load(raw_s.at[which, head]) for which in range(2)] for head in heads]
-                for head, (keys, queries) in zip(heads, raw, strict=True):
-                    whole.store_words(words_s.at[head], keys, queries, vectors.layout)
-                    if call.records:
-                        vectors.store(keys_s.at[head], keys)
-                    for j, scale in enumerate(vectors.scales(keys, queries)):
-                        store(scales_s.at[head, j], scale)
+                keys, queries = (vectors.load(raw_s.at[which, heads]) for which in range(2))
+                whole.store_words(words_s.at[heads], keys, queries, vectors.layout)
+                if call.records:
+                    vectors.store(keys_s.at[heads], keys)
+                for j, scale in enumerate(vectors.scales(keys, queries)):
+                    store(scales_s.at[heads, j], scale, scale_layout)
                 for j, gate in enumerate(gates):
-                    store(gates_s.at[j], gate)
+                    store(gates_s.at[j], gate, rows_layout(run_group))
                 warpgroup_barrier(call.interpret)
                 last = first + window >= end
                 again = jnp.logical_not(one_window) & (jnp.logical_not(last) | (i + 1 < call.plan.run))
@@ -193,21 +209,21 @@ def body(call: Call):
                 @when((to >= 0) & (count == window))
                 def _():
                     records = ring_g.at[to, hk + head, pl.ds(first - start, window)]
-                    keys = load(keys_s.at[head], token_rows_layout(call.key_dim))
-                    store(records.at[:, pl.ds(0, call.key_dim)], keys)
-                    store(records.at[:, decays_at], load(gates_s.at[0, :, decays], token_rows_layout(call.group)))
+                    for size, at, source in (
+                        (call.key_dim, pl.ds(0, call.key_dim), keys_s.at[head]),
+                        (call.group, decays_at, gates_s.at[0, :, decays]),
+                    ):
+                        store(records.at[:, at], load(source, rows_layout(size)), rows_layout(size))
 
                 @when((to >= 0) & (count < window))
                 def _():
                     def write(p, _):
                         record = ring_g.at[to, hk + head, first - start + p]
-                        keys = load(keys_s.at[head, p], vector_layout(call.key_dim))
-                        store(record.at[pl.ds(0, call.key_dim)], keys)
-                        if call.group > 1:
-                            decay = load(gates_s.at[0, p + shift, decays], vector_layout(call.group))
-                            store(record.at[decays_at], decay)
-                        else:  # a single element cannot be stored as a vector
-                            record[decays_at.start] = gates_s[0, p + shift, head].astype(record.dtype)
+                        for size, at, source in (
+                            (call.key_dim, pl.ds(0, call.key_dim), keys_s.at[head, p]),
+                            (call.group, decays_at, gates_s.at[0, p + shift, decays]),
+                        ):
+                            store(record.at[at], load(source, vector_layout(size)), vector_layout(size))
                         return 0
 
                     lax.fori_loop(0, count, write, 0)
@@ -245,7 +261,7 @@ def body(call: Call):
 
                     @when(jnp.logical_not(one_window) & ((i > 0) | (first > start)))
                     def _():
-                        prepare(i, [head], first, load_gates(first, n))
+                        prepare(i, pl.ds(head, 1), first, load_gates(first, n))
                         if call.records:
                             when((member == 0) & (v0 == 0))(lambda: record_keys(head, first))
 
@@ -262,11 +278,11 @@ def body(call: Call):
                             factors_s.at[p],
                             needed,
                         )
-                        store(out_g.at[first + p, out_columns], out)
+                        store(out_g.at[first + p, out_columns], out, whole.spread_layout)
                         if call.records:
                             factors = pl.ds(call.key_dim + member * call.value_dim + v0, tile)
                             record = ring_g.at[to, hk + head, first - start + p, factors]
-                            when(to >= 0)(lambda: store(record, factor))
+                            when(to >= 0)(lambda: store(record, factor, whole.spread_layout))
                         return state
 
                     count = jnp.minimum(end - first, window)
@@ -294,7 +310,7 @@ def body(call: Call):
 
             def compute():
                 # Before the state is waited for.
-                prepare(0, range(call.run_heads), start, first_gates)
+                prepare(0, pl.ds(0, call.run_heads), start, first_gates)
                 if staggered:
                     when((n == 0) & (warpgroup > 0))(lambda: fetch_state(slot, column))
                 if call.records:
@@ -330,9 +346,10 @@ def body(call: Call):
 
                     @when(jnp.logical_not(live))
                     def _():
-                        zero_tokens(out_g, start, end, out_columns, whole.value_layout)
+                        zero_tokens(out_g, start, end, out_columns, whole.value_layout, call.interpret)
 
-                    zero_uncovered(offset_g, ends, out_g, out_columns, whole.value_layout, b, call.batch)
+                    layout = whole.value_layout
+                    zero_uncovered(offset_g, ends, out_g, out_columns, layout, b, call.batch, call.interpret)
                     return 0
 
                 lax.fori_loop(0, call.plan.run, zero, 0)
