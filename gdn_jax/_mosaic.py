@@ -143,13 +143,14 @@ def _widened(register):
     wide = ir.VectorType.get((n,), f32)
     if n % 2 or register.type.element_type != ir.BF16Type.get():
         return arith.extf(wide, register)
-    parts = []
-    pairs = vector.bitcast(ir.VectorType.get((n // 2,), i32), register)
-    for j in range(n // 2):
-        pair = vector.extract(pairs, [], [j])
-        for bits in (arith.shli(pair, mgpu.c(16, i32)), arith.andi(pair, mgpu.c(-(1 << 16), i32))):
-            parts.append(arith.bitcast(f32, bits))
-    return vector.from_elements(wide, parts)
+    pairs_of_bits = ir.VectorType.get((n // 2,), i32)
+    pairs = vector.bitcast(pairs_of_bits, register)
+    lower, upper = (
+        op(pairs, vector.broadcast(pairs_of_bits, mgpu.c(x, i32)))
+        for op, x in ((arith.shli, 16), (arith.andi, -(1 << 16)))
+    )
+    order = [j // 2 + n // 2 * (j % 2) for j in range(n)]
+    return vector.bitcast(wide, vector.shuffle(lower, upper, order))
 
 
 def _places(ref, layout, shape):
@@ -163,13 +164,15 @@ def _places(ref, layout, shape):
     vectors = ir.VectorType.get((layout.vector_length,), kind.element_type)
     of_ref, _ = kind.get_strides_and_offset()
     strides = [stride // layout.vector_length for stride in layout.tiling.tile_strides(tuple(of_ref))]
-    at = mgpu.c(0, i32)
-    for indices, dims in (
-        (layout.lane_indices(), layout.partitioned_lane_dims),
-        (layout.warp_indices(), layout.partitioned_warp_dims),
-    ):
-        for dim in dims:
-            at = arith.addi(at, arith.muli(indices[dim], mgpu.c(strides[dim], i32)))
+    thread, before, at = mgpu.thread_idx(), 1, mgpu.c(0, i32)
+    for dim in (*layout.lane_dims[::-1], *layout.warp_dims[::-1]):
+        if isinstance(dim, int):
+            size = layout.tiled_tiling_shape[dim]
+            index = arith.remui(arith.divui(thread, mgpu.c(before, i32)), mgpu.c(size, i32))
+            at = arith.addi(at, arith.muli(index, mgpu.c(strides[dim], i32)))
+            before *= size
+        else:
+            before *= dim.times
     pointer = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(ref), [at], vectors)
 
     def distance(array, i):
