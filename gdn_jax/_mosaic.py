@@ -402,7 +402,7 @@ def load_chunks(block, layout, exists, interpret) -> list[jax.Array]:
             arrays.append(mgpu.FragmentedArray(_registers=registers, _layout=tiled, _is_signed=None))
         return arrays
 
-    return loads(block, exists.astype(jnp.int32))  # pyright: ignore[reportCallIssue]
+    return loads(block, lax.select(exists, jnp.int32(1), jnp.int32(0)))  # pyright: ignore[reportCallIssue]
 
 
 def store_chunks(block, layout, chunks, states_bytes, interpret) -> None:

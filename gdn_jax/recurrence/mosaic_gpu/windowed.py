@@ -113,7 +113,7 @@ def body(call: Call):
         def row_indices(n):
             """What memory says about the row of the worker's run n, as int32."""
             b = place(n)[0]
-            indices = [slot_g[b], offset_g[b], offset_g[b + 1], has_g[b].astype(jnp.int32)]
+            indices = [slot_g[b], offset_g[b], offset_g[b + 1], lax.select(has_g[b], jnp.int32(1), jnp.int32(0))]
             return [*indices, ring_slot_g[b]] if call.records else indices
 
         def row_of(n, indices):
