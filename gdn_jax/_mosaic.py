@@ -104,14 +104,24 @@ def vector_layout(size: int):
     return plgpu.Layout.TILED(plgpu.Tiling(((unit,), (lanes,), (1,))), (*repeat_warps, -3), (-2,), -1)
 
 
+def cond(condition, function, otherwise):
+    """`lax.cond`, or the branch itself if the condition is known.
+
+    For each conversion of a boolean to another type Mosaic runs ptxas, to ask for its version: 6 to 14 ms of a first
+    call for every branch. A selection takes none.
+    """
+    if isinstance(condition, bool):
+        return function() if condition else otherwise()
+    return lax.switch(as_int(condition), (otherwise, function))
+
+
 def when(condition):
-    """`pl.when` for a condition on the device: see `cond`."""
+    """`pl.when`, by way of `cond`."""
     return lambda function: cond(condition, function, lambda: None)
 
 
-def cond(condition, function, otherwise):
-    """`lax.cond`, lowered in a fraction of the time: for each conversion of a boolean Mosaic starts ptxas once."""
-    return lax.switch(lax.select(condition, jnp.int32(1), jnp.int32(0)), (otherwise, function))
+def as_int(condition) -> jax.Array:
+    return lax.select(condition, jnp.int32(1), jnp.int32(0))
 
 
 def load(ref, layout) -> jax.Array:
@@ -402,7 +412,7 @@ def load_chunks(block, layout, exists, interpret) -> list[jax.Array]:
             arrays.append(mgpu.FragmentedArray(_registers=registers, _layout=tiled, _is_signed=None))
         return arrays
 
-    return loads(block, lax.select(exists, jnp.int32(1), jnp.int32(0)))  # pyright: ignore[reportCallIssue]
+    return loads(block, as_int(exists))  # pyright: ignore[reportCallIssue]
 
 
 def store_chunks(block, layout, chunks, states_bytes, interpret) -> None:

@@ -10,7 +10,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from gdn_jax._mosaic import cond, is_row_of, load_whole, store_whole, vector_layout, warpgroup_barrier, when
+from gdn_jax._mosaic import as_int, cond, is_row_of, load_whole, store_whole, vector_layout, warpgroup_barrier, when
 from gdn_jax.recurrence.mosaic_gpu.plan import Call, window_scratch
 from gdn_jax.recurrence.mosaic_gpu.step import (
     KeyVectors,
@@ -113,7 +113,7 @@ def body(call: Call):
         def row_indices(n):
             """What memory says about the row of the worker's run n, as int32."""
             b = place(n)[0]
-            indices = [slot_g[b], offset_g[b], offset_g[b + 1], lax.select(has_g[b], jnp.int32(1), jnp.int32(0))]
+            indices = [slot_g[b], offset_g[b], offset_g[b + 1], as_int(has_g[b])]
             return [*indices, ring_slot_g[b]] if call.records else indices
 
         def row_of(n, indices):
