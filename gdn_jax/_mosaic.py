@@ -164,36 +164,40 @@ def _widened(register):
 
 
 def _places(ref, layout, shape):
-    """Where a thread has what is its own of arrays of `shape`, which lie one after the other along the rows of `ref`.
+    """Where a thread has what is its own of arrays of `shape` that lie one after the other along the rows of `ref`.
 
-    For each array a list of places in its registers and pointers to their vectors: one address and distances from it,
-    where a load or store of Pallas computes the address of every vector from the thread's number.
+    For each array a list of places in its registers and pointers to their vectors: one address, and distances from it.
+    Loads and stores of Pallas compute each from the number of the thread, which the compilers take long to see through.
     """
     i32 = ir.IntegerType.get_signless(32)
     kind = ir.MemRefType(ref.type)
-    vectors = ir.VectorType.get((layout.vector_length,), kind.element_type)
-    of_ref, _ = kind.get_strides_and_offset()
-    strides = [stride // layout.vector_length for stride in layout.tiling.tile_strides(tuple(of_ref))]
+    n = layout.vector_length
+    vectors = ir.VectorType.get((n,), kind.element_type)
+    strides_of_ref, _ = kind.get_strides_and_offset()
+    strides = layout.tiling.tile_strides(tuple(strides_of_ref))
     thread, before, at = mgpu.thread_idx(), 1, mgpu.c(0, i32)
     for dim in (*layout.lane_dims[::-1], *layout.warp_dims[::-1]):
         if isinstance(dim, int):
             size = layout.tiled_tiling_shape[dim]
+            assert size == 1 or strides[dim] % n == 0
             index = arith.remui(arith.divui(thread, mgpu.c(before, i32)), mgpu.c(size, i32))
-            at = arith.addi(at, arith.muli(index, mgpu.c(strides[dim], i32)))
+            # One sum: a pointer that is moved once for the lane and once for the warp takes more registers.
+            at = arith.addi(at, arith.muli(index, mgpu.c(strides[dim] // n, i32)))
             before *= size
         else:
             before *= dim.times
+    # All in units of vectors, which tells the compilers how the addresses are aligned.
     pointer = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(ref), [at], vectors)
 
-    def distance(array, i):
-        first = array * shape[0] * of_ref[0] // layout.vector_length
-        return first + sum(a * b for a, b in zip(i, strides, strict=True))
+    def moved(distance):
+        assert distance % n == 0
+        return mgpu.utils.getelementptr(pointer, [distance // n], vectors)
 
-    places = list(np.ndindex(layout.registers_shape(shape)))
-    count = kind.shape[0] // shape[0]
-    return vectors, [
-        [(i, mgpu.utils.getelementptr(pointer, [distance(n, i)], vectors)) for i in places] for n in range(count)
+    places = [
+        (i, sum(a * b for a, b in zip(i, strides, strict=True))) for i in np.ndindex(layout.registers_shape(shape))
     ]
+    firsts = [row * strides_of_ref[0] for row in range(0, kind.shape[0], shape[0])]
+    return [[(i, moved(first + distance)) for i, distance in places] for first in firsts]
 
 
 def load_rows(ref, rows: int, layout, interpret) -> list[jax.Array]:
@@ -211,9 +215,9 @@ def load_rows(ref, rows: int, layout, interpret) -> list[jax.Array]:
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=[array] * count)
     def loads(_, ref):
         tiled = layout.to_mgpu()
-        kind, arrays = _places(ref, tiled, (step, *ref.type.shape[1:]))
+        kind = ir.VectorType.get((tiled.vector_length,), ir.MemRefType(ref.type).element_type)
         loaded = []
-        for places in arrays:
+        for places in _places(ref, tiled, (step, *ref.type.shape[1:])):
             registers = np.empty(len(places), dtype=object)
             for i, (_, pointer) in enumerate(places):
                 registers[i] = _widened(llvm.load(kind, pointer))
@@ -240,11 +244,10 @@ def store_rows(ref, arrays, layout, interpret) -> None:
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), [layout] * len(arrays)))
     def stores(_, ref, arrays):
         tiled = layout.to_mgpu()
-        kind, places = _places(ref, tiled, arrays[0].shape)
-        for array, of_array in zip(arrays, places, strict=True):
-            array = array.astype(kind.element_type)
-            for i, pointer in of_array:
-                llvm.store(array.registers[i], pointer)
+        for array, places in zip(arrays, _places(ref, tiled, arrays[0].shape), strict=True):
+            rounded = array.astype(ir.MemRefType(ref.type).element_type)
+            for i, pointer in places:
+                llvm.store(rounded.registers[i], pointer)
 
     stores(ref, list(arrays))  # pyright: ignore[reportCallIssue]
 

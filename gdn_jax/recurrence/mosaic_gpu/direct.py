@@ -178,39 +178,47 @@ def body(call: Call):
                 Of several tiles, which are in the cache, the next one is asked for when that has been read.
                 """
                 state_s, arrived = tile_s
-                size = call.key_dim // _num_pieces(call)
-                pieces = [pl.ds(at, size) for at in range(0, call.key_dim, size)]
+                count = _num_pieces(call)
+                size = call.key_dim // count
 
-                def home(n, piece):
+                def at_home(n, rows):
                     h, v0 = tiles[n]
-                    return pool_g.at[slot, h, piece, pl.ds(v0, tile)]
+                    return pool_g.at[slot, h, rows, pl.ds(v0, tile)]
 
                 def fetch(n, i):
-                    plgpu.copy_gmem_to_smem(home(n, pieces[i]), state_s.at[pieces[i]], arrived.at[i])
+                    rows = pl.ds(i * size, size)
+                    plgpu.copy_gmem_to_smem(at_home(n, rows), state_s.at[rows], arrived.at[i])
 
-                fetch_to_keep(home(0, pl.ds(0, call.key_dim)), states_bytes, call.interpret)
-                for i in range(len(pieces)):
+                fetch_to_keep(at_home(0, pl.ds(0, call.key_dim)), states_bytes, call.interpret)
+                for i in range(count):
                     fetch(0, i)
                 values, gates = begin()
                 for n, (h, v0) in enumerate(tiles):
-                    sums = part.zeros(), part.zeros()
-                    for i, piece in enumerate(pieces):
+
+                    def add(i, sums):
+                        rows = pl.ds(i * size, size)
                         plgpu.barrier_wait(arrived.at[i])
 
                         @when(jnp.logical_not(has_state))
-                        def _(piece=piece):
-                            clear_chunks(state_s.at[piece], part.zeros())
+                        def _():
+                            clear_chunks(state_s.at[rows], part.zeros())
 
-                        keys, queries = (part.load_keys(ref.at[piece]) for ref in (keys_s, queries_s))
-                        sums = add_products(sums, part.load(state_s.at[piece]), keys, queries)
-                    spread = finish(sums, values[n], gates[n], h, v0)
-                    for i, piece in enumerate(pieces):
-                        keys = part.load_keys(keys_s.at[piece])
-                        state = part.update(part.load(state_s.at[piece]), keys, spread, gates[n][0])
-                        store_chunks(home(n, piece), part.layout, state, states_bytes, call.interpret)
+                        keys, queries = (part.load_keys(ref.at[rows]) for ref in (keys_s, queries_s))
+                        return add_products(sums, part.load(state_s.at[rows]), keys, queries)
+
+                    sums = lax.fori_loop(0, count, add, (part.zeros(), part.zeros()))
+                    decay, spread = gates[n][0], finish(sums, values[n], gates[n], h, v0)
+
+                    def send_home(i, _, n=n, decay=decay, spread=spread):
+                        rows = pl.ds(i * size, size)
+                        state = part.update(part.load(state_s.at[rows]), part.load_keys(keys_s.at[rows]), spread, decay)
+                        store_chunks(at_home(n, rows), part.layout, state, states_bytes, call.interpret)
                         if n + 1 < run:
                             plgpu.commit_smem()
                             fetch(n + 1, i)
+                        return 0
+
+                    lax.fori_loop(0, count, send_home, 0)
 
             when(end - start == 1)(in_shared_memory if tile_s else in_registers)
 
