@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from gdn_jax._mosaic import after_previous, compiler_params, is_row_of, load, store
+from gdn_jax._mosaic import after_previous, compiler_params, cond, is_row_of, load, store, when
 
 _THREADS = 128
 _LOG2_E = 1.4426950408889634
@@ -230,7 +230,7 @@ def conv1d(
         def ask_window():
             if bulk_window:
 
-                @pl.when(has_window)
+                @when(has_window)
                 def _():
                     plgpu.copy_gmem_to_smem(home, moved, arrived)
 
@@ -243,7 +243,7 @@ def conv1d(
                     plgpu.barrier_wait(arrived)
                 return [_column(columns, j, column_layout) for j in range(window)]
 
-            return lax.cond(has_window, read, zeros)
+            return cond(has_window, read, zeros)
 
         def write_window(values):
             if write_state:
@@ -260,7 +260,7 @@ def conv1d(
             if write_state and bulk_window:
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-        @pl.when((length == 1) & live)
+        @when((length == 1) & live)
         def _():
             ask_window()
             x = token(start)
@@ -269,7 +269,7 @@ def conv1d(
             output(start, history)
             finish_window()
 
-        @pl.when((length > 1) & live)
+        @when((length > 1) & live)
         def _():
             ask_window()
             head = [token(jnp.minimum(start + p, end - 1)) for p in range(head_tokens)]
@@ -287,13 +287,13 @@ def conv1d(
             history = [*old, *head]
             for p in range(head_tokens):
 
-                @pl.when(p < length)
+                @when(p < length)
                 def _(p=p):
                     output(start + p, history[p : p + taps])
 
             finish_window()
 
-        @pl.when((length > 0) & jnp.logical_not(live))
+        @when((length > 0) & jnp.logical_not(live))
         def _():
             clear_tokens(out_g, channels, row_layout, start, jnp.minimum(end, start + head_tokens))
 
@@ -383,11 +383,11 @@ def conv1d(
                 begin, stop = body_of(b)
                 live = is_row_of(slot_g[b], max_slots)
 
-                @pl.when(live & (begin < stop))
+                @when(live & (begin < stop))
                 def _():
                     lax.fori_loop(begin, stop, advance, before(begin))
 
-                @pl.when(jnp.logical_not(live))
+                @when(jnp.logical_not(live))
                 def _():
                     clear_tokens(out_g, channels, block_layout, begin, stop)
 
@@ -396,11 +396,11 @@ def conv1d(
             begin, stop = body_of(first)
             whole = (begin == low) & (stop == low + block_tokens) & is_row_of(slot_g[first], max_slots)
 
-            @pl.when(whole)
+            @when(whole)
             def _():
                 lax.fori_loop(0, block_tokens // step, steps, before(low))
 
-            @pl.when(jnp.logical_not(whole))
+            @when(jnp.logical_not(whole))
             def _():
                 lax.fori_loop(first, last + 1, row, 0)
 
@@ -413,7 +413,7 @@ def conv1d(
         inputs = ask_inputs() if cut.eager else None
         first, last, top = over_rows(off_g, has_body)
 
-        @pl.when(first <= last)
+        @when(first <= last)
         def _():
             ready = inputs or ask_inputs()
             wait_inputs()
@@ -421,7 +421,7 @@ def conv1d(
 
         if cut.eager:
 
-            @pl.when(first > last)
+            @when(first > last)
             def _():
                 wait_inputs()
 
@@ -432,7 +432,7 @@ def conv1d(
         def clear_uncovered(t, _):
             holder = over_rows(off_g, lambda start, end: (start <= t) & (t < end))[0]
 
-            @pl.when(holder == batch)
+            @when(holder == batch)
             def _():
                 clear_tokens(out_g, channels, block_layout, t, t + 1)
 
@@ -455,11 +455,11 @@ def conv1d(
         def blocks(i):
             block_program(i, x_g, w_g, bias_g, slot_g, off_g, out_g, tokens_s, weights_s, tokens_in)
 
-        @pl.when(i < leading)
+        @when(i < leading)
         def _():
             (rows if rows_first else blocks)(i)
 
-        @pl.when(i >= leading)
+        @when(i >= leading)
         def _():
             (blocks if rows_first else rows)(i - leading)
 
