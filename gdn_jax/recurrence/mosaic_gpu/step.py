@@ -94,6 +94,9 @@ class Tile:
         def _():
             clear_chunks(ref, self.zeros(1)[0])
 
+        return self.shared_chunks(ref)
+
+    def shared_chunks(self, ref):
         return load_rows(ref, KEY_ROWS, self.layout, self.interpret)
 
     def store(self, ref, state):

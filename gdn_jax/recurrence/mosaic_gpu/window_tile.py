@@ -29,10 +29,9 @@ from gdn_jax._mosaic import (
     store,
     store_whole,
     warp_barrier,
-    when,
     widen,
 )
-from gdn_jax.recurrence.mosaic_gpu.step import Tile, add_products, clear_chunks, output_of, token_factor
+from gdn_jax.recurrence.mosaic_gpu.step import Tile, add_products, output_of, token_factor
 
 _COLUMN_LANES = 32 // KEY_ROWS
 """Lanes side by side along the columns of a warp."""
@@ -97,13 +96,9 @@ class WindowTile(Tile):
             (*((-3, -2, -4) if swizzled else (-2,)), plgpu.Replicated(_COLUMN_LANES)),
         )
 
-    def load_shared(self, ref, exists):
+    def shared_chunks(self, ref):
         if not self.swizzled:
-            return super().load_shared(ref, exists)
-
-        @when(jnp.logical_not(exists))
-        def _():
-            clear_chunks(ref, self.zeros(1)[0])
+            return super().shared_chunks(ref)
 
         count = self.key_dim // KEY_ROWS
         array = plgpu.ShapeDtypeStruct((KEY_ROWS, self.width), ref.dtype, self.layout)
