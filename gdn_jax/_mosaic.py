@@ -104,6 +104,26 @@ def vector_layout(size: int):
     return plgpu.Layout.TILED(plgpu.Tiling(((unit,), (lanes,), (1,))), (*repeat_warps, -3), (-2,), -1)
 
 
+def cond(condition, function, otherwise):
+    """`lax.cond`, or the branch itself if the condition is known.
+
+    For each conversion of a boolean to another type Mosaic runs ptxas, to ask for its version: 6 to 14 ms of a first
+    call for every branch. A selection takes none.
+    """
+    if isinstance(condition, bool):
+        return function() if condition else otherwise()
+    return lax.switch(as_int(condition), (otherwise, function))
+
+
+def when(condition):
+    """`pl.when`, by way of `cond`."""
+    return lambda function: cond(condition, function, lambda: None)
+
+
+def as_int(condition) -> jax.Array:
+    return lax.select(condition, jnp.int32(1), jnp.int32(0))
+
+
 def load(ref, layout) -> jax.Array:
     """The contents of `ref` (shared or global memory) in float32."""
     return plgpu.load(ref, layout=layout, optimized=False).astype(jnp.float32)
@@ -116,20 +136,120 @@ def widen(x, layout, interpret) -> jax.Array:
 
     @plgpu.inline_mgpu(arg_types=(layout,), return_type=plgpu.ShapeDtypeStruct(x.shape, jnp.dtype(jnp.float32), layout))
     def widened(_, x):
-        f32, i32 = ir.F32Type.get(), ir.IntegerType.get_signless(32)
-        n = x.layout.vector_length
         registers = np.empty_like(x.registers)
-        for i, pairs in np.ndenumerate(x.registers):
-            parts = []
-            pairs = vector.bitcast(ir.VectorType.get((n // 2,), i32), pairs)
-            for j in range(n // 2):
-                pair = vector.extract(pairs, [], [j])
-                for bits in (arith.shli(pair, mgpu.c(16, i32)), arith.andi(pair, mgpu.c(-(1 << 16), i32))):
-                    parts.append(arith.bitcast(f32, bits))
-            registers[i] = vector.from_elements(ir.VectorType.get((n,), f32), parts)
+        for i, register in np.ndenumerate(x.registers):
+            registers[i] = _widened(register)
         return mgpu.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=None)
 
     return widened(x)  # pyright: ignore[reportCallIssue]
+
+
+def _widened(register):
+    """A vector in float32, of those in bfloat16 one of an even length."""
+    f32, i32 = ir.F32Type.get(), ir.IntegerType.get_signless(32)
+    (n,) = register.type.shape
+    if register.type.element_type == f32:
+        return register
+    wide = ir.VectorType.get((n,), f32)
+    if n % 2 or register.type.element_type != ir.BF16Type.get():
+        return arith.extf(wide, register)
+    pairs_of_bits = ir.VectorType.get((n // 2,), i32)
+    pairs = vector.bitcast(pairs_of_bits, register)
+    lower, upper = (
+        op(pairs, vector.broadcast(pairs_of_bits, mgpu.c(x, i32)))
+        for op, x in ((arith.shli, 16), (arith.andi, -(1 << 16)))
+    )
+    order = [j // 2 + n // 2 * (j % 2) for j in range(n)]
+    return vector.bitcast(wide, vector.shuffle(lower, upper, order))
+
+
+def _places(ref, layout, shape):
+    """Where a thread has what is its own of arrays of `shape` that lie one after the other along the rows of `ref`.
+
+    For each array a list of places in its registers and pointers to their vectors: one address, and distances from it.
+    Loads and stores of Pallas compute each from the number of the thread, which the compilers take long to see through.
+    """
+    i32 = ir.IntegerType.get_signless(32)
+    kind = ir.MemRefType(ref.type)
+    n = layout.vector_length
+    vectors = ir.VectorType.get((n,), kind.element_type)
+    strides_of_ref, _ = kind.get_strides_and_offset()
+    strides = layout.tiling.tile_strides(tuple(strides_of_ref))
+    thread, before, at = mgpu.thread_idx(), 1, mgpu.c(0, i32)
+    for dim in (*layout.lane_dims[::-1], *layout.warp_dims[::-1]):
+        if isinstance(dim, int):
+            size = layout.tiled_tiling_shape[dim]
+            assert size == 1 or strides[dim] % n == 0
+            index = arith.remui(arith.divui(thread, mgpu.c(before, i32)), mgpu.c(size, i32))
+            # One sum: a pointer that is moved once for the lane and once for the warp takes more registers.
+            at = arith.addi(at, arith.muli(index, mgpu.c(strides[dim] // n, i32)))
+            before *= size
+        else:
+            before *= dim.times
+    # All in units of vectors, which tells the compilers how the addresses are aligned.
+    pointer = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(ref), [at], vectors)
+
+    def moved(distance):
+        assert distance % n == 0
+        return mgpu.utils.getelementptr(pointer, [distance // n], vectors)
+
+    places = [
+        (i, sum(a * b for a, b in zip(i, strides, strict=True))) for i in np.ndindex(layout.registers_shape(shape))
+    ]
+    firsts = [row * strides_of_ref[0] for row in range(0, kind.shape[0], shape[0])]
+    return [[(i, moved(first + distance)) for i, distance in places] for first in firsts]
+
+
+def load_rows(ref, rows: int, layout, interpret) -> list[jax.Array]:
+    """`ref`, in shared or global memory, in float32 and cut along its first axis into arrays of `rows`.
+
+    With `rows` 0 into arrays without that axis.
+    """
+    step = max(rows, 1)
+    count, shape = ref.shape[0] // step, (rows,) * (rows > 0) + ref.shape[1:]
+    if interpret is not None:
+        return [load(ref.at[pl.ds(i * rows, rows) if rows else i], layout) for i in range(count)]
+
+    array = plgpu.ShapeDtypeStruct(shape, jnp.dtype(jnp.float32), layout)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=[array] * count)
+    def loads(_, ref):
+        tiled = layout.to_mgpu()
+        kind = ir.VectorType.get((tiled.vector_length,), ir.MemRefType(ref.type).element_type)
+        loaded = []
+        for places in _places(ref, tiled, (step, *ref.type.shape[1:])):
+            registers = np.empty(len(places), dtype=object)
+            for i, (_, pointer) in enumerate(places):
+                registers[i] = _widened(llvm.load(kind, pointer))
+            registers = registers.reshape(tiled.registers_shape(shape))
+            loaded.append(mgpu.FragmentedArray(_registers=registers, _layout=tiled, _is_signed=None))
+        return loaded
+
+    return loads(ref)  # pyright: ignore[reportCallIssue]
+
+
+def load_whole(ref, layout, interpret) -> jax.Array:
+    """The contents of `ref`, as `load_rows` loads them."""
+    return load_rows(ref, ref.shape[0], layout, interpret)[0]
+
+
+def store_rows(ref, arrays, layout, interpret) -> None:
+    """Writes float32 arrays, rounded to the dtype of `ref` and one after the other along its first axis."""
+    if interpret is not None:
+        rows = arrays[0].shape[0]
+        for i, array in enumerate(arrays):
+            store(ref.at[pl.ds(i * rows, rows)], array)
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), [layout] * len(arrays)))
+    def stores(_, ref, arrays):
+        tiled = layout.to_mgpu()
+        for array, places in zip(arrays, _places(ref, tiled, arrays[0].shape), strict=True):
+            rounded = array.astype(ir.MemRefType(ref.type).element_type)
+            for i, pointer in places:
+                llvm.store(rounded.registers[i], pointer)
+
+    stores(ref, list(arrays))  # pyright: ignore[reportCallIssue]
 
 
 def store(ref, value) -> None:
@@ -295,7 +415,7 @@ def load_chunks(block, layout, exists, interpret) -> list[jax.Array]:
             arrays.append(mgpu.FragmentedArray(_registers=registers, _layout=tiled, _is_signed=None))
         return arrays
 
-    return loads(block, exists.astype(jnp.int32))  # pyright: ignore[reportCallIssue]
+    return loads(block, as_int(exists))  # pyright: ignore[reportCallIssue]
 
 
 def store_chunks(block, layout, chunks, states_bytes, interpret) -> None:
@@ -334,6 +454,11 @@ def store_chunks(block, layout, chunks, states_bytes, interpret) -> None:
                 )
 
     stores(block, [chunk.astype(block.dtype) for chunk in chunks])  # pyright: ignore[reportCallIssue]
+
+
+def store_whole(ref, value, layout, interpret) -> None:
+    """Writes `value` as `store_rows` does."""
+    store_rows(ref, [value], layout, interpret)
 
 
 def along_values(x, tile: int, layout) -> jax.Array:

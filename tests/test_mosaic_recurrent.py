@@ -338,3 +338,26 @@ def test_verify_lowers_in_place(pool):
     text = lowered(verify.verify_ring, (*args[:4], ring, args[4], args[4], *args[5:]))
     assert text.count("mosaic_gpu_v2") == 1
     assert text.count("#stablehlo.output_operand_alias<") == 2
+
+
+@pytest.mark.parametrize(
+    ("tokens", "batch", "records", "pool", "kilobytes"),
+    [
+        (1, 1, False, "float32", 90),
+        (128, 128, False, "float32", 150),
+        (128, 128, False, "bfloat16", 240),
+        (32, 32, False, "bfloat16", 270),
+        (8192, 1, False, "float32", 480),
+        (256, 64, True, "float32", 270),
+        (256, 64, True, "bfloat16", 290),
+    ],
+)
+def test_programs_stay_short(tokens, batch, records, pool, kilobytes):
+    """The time of a first call follows the operations that a kernel is written with: a third more would show."""
+    args = shapes(tokens, batch, (16, 32, 128, 128), pool=pool)
+    if records:
+        ring = jax.ShapeDtypeStruct((65, 16, 8, 386), jnp.float32)
+        text = lowered(verify.verify_ring, (*args[:4], ring, args[4], args[4], *args[5:]))
+    else:
+        text = lowered(recurrence, args)
+    assert len(text) < 1000 * kilobytes

@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from gdn_jax._mosaic import after_previous, compiler_params, is_row_of, load, store
+from gdn_jax._mosaic import after_previous, compiler_params, cond, is_row_of, load, store, when
 
 _THREADS = 128
 _LOG2_E = 1.4426950408889634
@@ -240,7 +240,7 @@ def conv1d(
         def ask_window(r, slot, has_window):
             if bulk_window:
 
-                @pl.when(has_window)
+                @when(has_window)
                 def _():
                     plgpu.copy_gmem_to_smem(home(slot), moved(r), arrived.at[r])
 
@@ -253,7 +253,7 @@ def conv1d(
                     plgpu.barrier_wait(arrived.at[r])
                 return [_column(columns(r, slot), j, column_layout) for j in range(window)]
 
-            return lax.cond(has_window, read, zeros)
+            return cond(has_window, read, zeros)
 
         def write_windows(new):
             """Writes windows, given as `(r, slot, values)`."""
@@ -288,7 +288,7 @@ def conv1d(
             length = end - start
             live = is_row_of(slot, max_slots)
 
-            @pl.when((length > 0) & live)
+            @when((length > 0) & live)
             def _():
                 ask_window(r, slot, has_window)
                 head = [token(jnp.minimum(start + p, end - 1)) for p in range(head_tokens)]
@@ -307,13 +307,13 @@ def conv1d(
                 history = [*old, *head]
                 for p in range(head_tokens):
 
-                    @pl.when(p < length)
+                    @when(p < length)
                     def _(p=p):
                         output(start + p, history[p : p + taps])
 
                 finish_windows()
 
-            @pl.when((length > 0) & jnp.logical_not(live))
+            @when((length > 0) & jnp.logical_not(live))
             def _():
                 clear_tokens(out_g, channels, row_layout, start, jnp.minimum(end, start + head_tokens))
 
@@ -321,11 +321,11 @@ def conv1d(
         for start, end, slot, _ in members:
             single &= (end - start == 1) & is_row_of(slot, max_slots)
 
-        @pl.when(single)
+        @when(single)
         def _():
             single_tokens()
 
-        @pl.when(jnp.logical_not(single))
+        @when(jnp.logical_not(single))
         def _():
             if rows == 1:
                 any_row(0, *members[0])
@@ -423,11 +423,11 @@ def conv1d(
                 begin, stop = body_of(b)
                 live = is_row_of(slot_g[b], max_slots)
 
-                @pl.when(live & (begin < stop))
+                @when(live & (begin < stop))
                 def _():
                     lax.fori_loop(begin, stop, advance, before(begin))
 
-                @pl.when(jnp.logical_not(live))
+                @when(jnp.logical_not(live))
                 def _():
                     clear_tokens(out_g, channels, block_layout, begin, stop)
 
@@ -436,11 +436,11 @@ def conv1d(
             begin, stop = body_of(first)
             whole = (begin == low) & (stop == low + block_tokens) & is_row_of(slot_g[first], max_slots)
 
-            @pl.when(whole)
+            @when(whole)
             def _():
                 lax.fori_loop(0, block_tokens // step, steps, before(low))
 
-            @pl.when(jnp.logical_not(whole))
+            @when(jnp.logical_not(whole))
             def _():
                 lax.fori_loop(first, last + 1, row, 0)
 
@@ -453,7 +453,7 @@ def conv1d(
         inputs = ask_inputs() if cut.eager else None
         first, last, top = over_rows(off_g, has_body)
 
-        @pl.when(first <= last)
+        @when(first <= last)
         def _():
             ready = inputs or ask_inputs()
             wait_inputs()
@@ -461,7 +461,7 @@ def conv1d(
 
         if cut.eager:
 
-            @pl.when(first > last)
+            @when(first > last)
             def _():
                 wait_inputs()
 
@@ -472,7 +472,7 @@ def conv1d(
         def clear_uncovered(t, _):
             holder = over_rows(off_g, lambda start, end: (start <= t) & (t < end))[0]
 
-            @pl.when(holder == batch)
+            @when(holder == batch)
             def _():
                 clear_tokens(out_g, channels, block_layout, t, t + 1)
 
@@ -495,11 +495,11 @@ def conv1d(
         def of_tokens(i):
             block_program(i, x_g, w_g, bias_g, slot_g, off_g, out_g, tokens_s, weights_s, tokens_in)
 
-        @pl.when(i < leading)
+        @when(i < leading)
         def _():
             (of_rows if rows_first else of_tokens)(i)
 
-        @pl.when(i >= leading)
+        @when(i >= leading)
         def _():
             (of_tokens if rows_first else of_rows)(i - leading)
 

@@ -28,6 +28,7 @@ from gdn_jax._mosaic import (
     update,
     vector_layout,
     warpgroup_barrier,
+    when,
     widen,
 )
 
@@ -94,7 +95,7 @@ def state_fold(recurrent_state, ring, row_ids, ring_row_ids, num_accepted, has_i
         has_state = has_g[b]
         valid = is_row_of(slot, max_slots) & is_row_of(ring_row, ring_rows)
 
-        @pl.when(valid & (count > 0) & (count <= ring_len))
+        @when(valid & (count > 0) & (count <= ring_len))
         def _():
             block = pool_g.at[slot, head, pl.ds(first, rows)]
             state = load_chunks(block, layout, has_state, interpret)

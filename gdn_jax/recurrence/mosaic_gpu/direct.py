@@ -1,5 +1,6 @@
 """A tile of a state a program, which takes its row token by token: decode, and rows too few for windows."""
 
+import functools
 import math
 
 import jax.numpy as jnp
@@ -12,11 +13,12 @@ from gdn_jax._mosaic import (
     along_keys,
     fetch_to_keep,
     is_row_of,
-    load,
     load_chunks,
-    store,
+    load_whole,
     store_chunks,
+    store_whole,
     vector_layout,
+    when,
 )
 from gdn_jax.recurrence.mosaic_gpu.plan import Call
 from gdn_jax.recurrence.mosaic_gpu.step import (
@@ -24,6 +26,7 @@ from gdn_jax.recurrence.mosaic_gpu.step import (
     Rows,
     Tile,
     add_products,
+    clear_chunks,
     ring_row,
     row_bounds,
     token_output,
@@ -54,7 +57,9 @@ def scratch_types(call: Call) -> list:
 
 def body(call: Call):
     tile, run = call.plan.tile, call.plan.run
-    one_key, whole = KeyVectors(call.key_dim), Tile(tile, call.interpret)
+    load = functools.partial(load_whole, interpret=call.interpret)
+    store = functools.partial(store_whole, interpret=call.interpret)
+    one_key, whole = KeyVectors(call.key_dim, call.interpret), Tile(tile, call.interpret)
 
     def stage_token(qkv_g, decay_g, beta_g, t, heads, keys_s, queries_s, gates_s):
         """Puts key and query into shared memory in float32 and returns the gates of each head; ends at a barrier.
@@ -95,24 +100,25 @@ def body(call: Call):
                 # By shared memory, for the same reason as the gates.
                 value_s = token_s.at[2, pl.ds(0, part.width)]
                 values = qkv_g.at[t, pl.ds(call.token_columns(h)[2] + v0, part.width)]
-                store(value_s, load(values, part.value_layout))
+                store(value_s, load(values, part.value_layout), part.value_layout)
                 (gates,) = stage_token(qkv_g, decay_g, beta_g, t, [h], keys_s, queries_s, gates_s)
                 value = load(value_s, part.value_layout)
-                keys = part.load_keys([keys_s.at[c] for c in call.chunks])
-                queries = part.load_keys([queries_s.at[c] for c in call.chunks])
+                keys = part.load_keys(keys_s)
+                queries = part.load_keys(queries_s)
                 state, out, factor = part.step(state, keys, queries, value, gates)
-                store(out_g.at[t, pl.ds(h * call.value_dim + v0, part.width)], out)
+                store(out_g.at[t, pl.ds(h * call.value_dim + v0, part.width)], out, part.value_layout)
                 if call.records:
-                    store(scratch[0], factor)
+                    store(scratch[0], factor, part.value_layout)
                 plgpu.commit_smem()
                 if call.records:
                     to = ring_row(ring_g, ring_slot_g[b], end - start)
 
-                    @pl.when(to >= 0)
+                    @when(to >= 0)
                     def _():
                         record = ring_g.at[to, lax.div(h, call.group), t - start]
+                        member, vectors_s = lax.rem(h, call.group), (keys_s, scratch[0])
                         write_record(
-                            record, lax.rem(h, call.group), call.group, v0, keys_s, scratch[0], call.value_dim, gates[0]
+                            record, member, call.group, v0, *vectors_s, call.value_dim, gates[0], call.interpret
                         )
 
                     plgpu.commit_smem()
@@ -121,10 +127,10 @@ def body(call: Call):
             return lax.fori_loop(start, end, step, state)
 
         def plain():
-            state_g = [pool_g.at[slot, h, c, pl.ds(v0, tile)] for c in call.chunks]
+            state_g = pool_g.at[slot, h, :, pl.ds(v0, tile)]
             state = by_token(whole, whole.load(state_g, has_state), h, v0)
 
-            @pl.when(end - start > ring_g.shape[2] if call.records else True)
+            @when(end - start > ring_g.shape[2] if call.records else True)
             def _():
                 whole.store(state_g, state)
 
@@ -145,8 +151,8 @@ def body(call: Call):
                 """Writes the output, and returns the delta factor repeated over the rows of a chunk."""
                 out, factor = token_output(part.finish(sums, partial_s), value, gates)
                 factor_s = token_s.at[2, pl.ds(0, tile)]
-                store(factor_s, factor)
-                store(out_g.at[start, pl.ds(h * call.value_dim + v0, tile)], out)
+                store(factor_s, factor, part.value_layout)
+                store(out_g.at[start, pl.ds(h * call.value_dim + v0, tile)], out, part.value_layout)
                 plgpu.commit_smem()
                 return along_keys(load(factor_s, part.factor_layout), KEY_ROWS, part.layout)
 
@@ -158,10 +164,10 @@ def body(call: Call):
                     state = load_chunks(block, part.layout, has_state, call.interpret)
                     if n == 0:
                         values, gates = begin()
-                    keys, queries = (part.load_keys([ref.at[c] for c in call.chunks]) for ref in (keys_s, queries_s))
+                    keys, queries = (part.load_keys(ref) for ref in (keys_s, queries_s))
                     sums = add_products((part.zeros(), part.zeros()), state, keys, queries)
                     spread = finish(sums, values[n], gates[n], h, v0)
-                    keys = part.load_keys([keys_s.at[c] for c in call.chunks])
+                    keys = part.load_keys(keys_s)
                     state = part.update(state, keys, spread, gates[n][0])
                     store_chunks(block, part.layout, state, states_bytes, call.interpret)
 
@@ -172,68 +178,70 @@ def body(call: Call):
                 Of several tiles, which are in the cache, the next one is asked for when that has been read.
                 """
                 state_s, arrived = tile_s
-                size = call.key_dim // _num_pieces(call)
-                pieces = [pl.ds(at, size) for at in range(0, call.key_dim, size)]
+                count = _num_pieces(call)
+                size = call.key_dim // count
 
-                def home(n, piece):
+                def at_home(n, rows):
                     h, v0 = tiles[n]
-                    return pool_g.at[slot, h, piece, pl.ds(v0, tile)]
+                    return pool_g.at[slot, h, rows, pl.ds(v0, tile)]
 
                 def fetch(n, i):
-                    plgpu.copy_gmem_to_smem(home(n, pieces[i]), state_s.at[pieces[i]], arrived.at[i])
+                    rows = pl.ds(i * size, size)
+                    plgpu.copy_gmem_to_smem(at_home(n, rows), state_s.at[rows], arrived.at[i])
 
-                def chunks(ref, piece):
-                    return [ref.at[pl.ds(c, KEY_ROWS)] for c in range(piece.start, piece.start + size, KEY_ROWS)]
-
-                fetch_to_keep(home(0, pl.ds(0, call.key_dim)), states_bytes, call.interpret)
-                for i in range(len(pieces)):
+                fetch_to_keep(at_home(0, pl.ds(0, call.key_dim)), states_bytes, call.interpret)
+                for i in range(count):
                     fetch(0, i)
                 values, gates = begin()
                 for n, (h, v0) in enumerate(tiles):
-                    sums = part.zeros(), part.zeros()
-                    for i, piece in enumerate(pieces):
+
+                    def add(i, sums):
+                        rows = pl.ds(i * size, size)
                         plgpu.barrier_wait(arrived.at[i])
 
-                        @pl.when(jnp.logical_not(has_state))
-                        def _(piece=piece):
-                            # Every lane clears what it reads itself.
-                            for ref in chunks(state_s, piece):
-                                store(ref, part.zeros())
-                            # The bulk copy that overwrites it comes after.
-                            plgpu.commit_smem()
+                        @when(jnp.logical_not(has_state))
+                        def _():
+                            clear_chunks(state_s.at[rows], part.zeros())
 
-                        keys, queries = (part.load_keys(chunks(ref, piece)) for ref in (keys_s, queries_s))
-                        sums = add_products(sums, part.load(chunks(state_s, piece)), keys, queries)
-                    spread = finish(sums, values[n], gates[n], h, v0)
-                    for i, piece in enumerate(pieces):
-                        keys = part.load_keys(chunks(keys_s, piece))
-                        state = part.update(part.load(chunks(state_s, piece)), keys, spread, gates[n][0])
-                        store_chunks(home(n, piece), part.layout, state, states_bytes, call.interpret)
+                        keys, queries = (part.load_keys(ref.at[rows]) for ref in (keys_s, queries_s))
+                        return add_products(sums, part.load(state_s.at[rows]), keys, queries)
+
+                    sums = lax.fori_loop(0, count, add, (part.zeros(), part.zeros()))
+                    decay, spread = gates[n][0], finish(sums, values[n], gates[n], h, v0)
+
+                    def send_home(i, _, n=n, decay=decay, spread=spread):
+                        rows = pl.ds(i * size, size)
+                        state = part.update(part.load(state_s.at[rows]), part.load_keys(keys_s.at[rows]), spread, decay)
+                        store_chunks(at_home(n, rows), part.layout, state, states_bytes, call.interpret)
                         if n + 1 < run:
                             plgpu.commit_smem()
                             fetch(n + 1, i)
+                        return 0
 
-            pl.when(end - start == 1)(in_shared_memory if tile_s else in_registers)
+                    lax.fori_loop(0, count, send_home, 0)
 
-            @pl.when(end - start > 1)
+            when(end - start == 1)(in_shared_memory if tile_s else in_registers)
+
+            @when(end - start > 1)
             def _():
                 narrow = Tile(16, call.interpret)
 
                 def slab(j, _):
                     _, h, v0 = call.where(first + lax.div(j, tile // 16))
                     v0 += lax.rem(j, tile // 16) * 16
-                    refs = [pool_g.at[slot, h, c, pl.ds(v0, 16)] for c in call.chunks]
-                    narrow.store(refs, by_token(narrow, narrow.load(refs, has_state), h, v0))
+                    ref = pool_g.at[slot, h, :, pl.ds(v0, 16)]
+                    narrow.store(ref, by_token(narrow, narrow.load(ref, has_state), h, v0))
                     return 0
 
                 lax.fori_loop(0, run * tile // 16, slab, 0)
 
         # First: what it looks at is then one trip to memory with the other indices.
-        zero_uncovered(offset_g, (offset_g[0], offset_g[call.batch]), out_g, out_columns, out_layout, b, call.batch)
-        pl.when(live & (end > start))(whole_rows if call.plan.rows else plain)
+        ends = offset_g[0], offset_g[call.batch]
+        zero_uncovered(offset_g, ends, out_g, out_columns, out_layout, b, call.batch, call.interpret)
+        when(live & (end > start))(whole_rows if call.plan.rows else plain)
 
-        @pl.when(jnp.logical_not(live))
+        @when(jnp.logical_not(live))
         def _():
-            zero_tokens(out_g, start, end, out_columns, out_layout)
+            zero_tokens(out_g, start, end, out_columns, out_layout, call.interpret)
 
     return direct

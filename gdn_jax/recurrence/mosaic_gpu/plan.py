@@ -176,9 +176,8 @@ class Call:
 
     @property
     def swizzled(self) -> bool:
-        """Whether tiles with the short window are swizzled in shared memory: of 16 bits, as wide as they can be."""
-        wide = self.plan.window == SHORT_WINDOW and self.plan.tile == 128 and self.pool_dtype.itemsize == 2
-        return wide and self.interpret is None
+        """Whether tiles with the short window are swizzled in shared memory: if they are as wide as they can be."""
+        return self.plan.window == SHORT_WINDOW and self.plan.tile == 128 and self.interpret is None
 
     @property
     def num_tiles(self) -> int:
@@ -229,7 +228,7 @@ def window_scratch(call: Call) -> list:
     (shape, dtype), *others = buffers
     transforms = ()
     if call.swizzled:
-        tiling = plgpu.TilingTransform((KEY_ROWS, 64))  # pyright: ignore[reportAbstractUsage]
+        tiling = plgpu.TilingTransform((KEY_ROWS, 128 // dtype.itemsize))  # pyright: ignore[reportAbstractUsage]
         transforms = tiling, plgpu.SwizzleTransform(128)  # pyright: ignore[reportAbstractUsage]
     return [
         plgpu.SMEM((warpgroups, *shape), dtype, transforms=transforms),

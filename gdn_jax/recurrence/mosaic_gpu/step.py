@@ -20,15 +20,19 @@ from gdn_jax._mosaic import (
     KEY_ROWS,
     along_keys,
     along_values,
+    cond,
     is_row_of,
-    load,
+    load_rows,
+    load_whole,
     rounded_product,
     row_layout,
     state_layout,
     store,
+    store_rows,
+    store_whole,
     update,
     vector_layout,
-    widen,
+    when,
     zeros,
 )
 
@@ -53,6 +57,18 @@ def finish_sums(totals):
     return [jnp.sum(total, axis=0) for total in totals]
 
 
+def clear_chunks(ref, zero):
+    """Clears chunks of a state in shared memory, every lane what it reads itself."""
+
+    def clear(i, _):
+        store(ref.at[pl.ds(i * KEY_ROWS, KEY_ROWS)], zero)
+        return 0
+
+    lax.fori_loop(0, ref.shape[0] // KEY_ROWS, clear, 0)
+    # The bulk copy that overwrites it comes after.
+    plgpu.commit_smem()
+
+
 class Tile:
     """A tile of `width` columns as lists of chunks, and one token's step over it."""
 
@@ -65,30 +81,30 @@ class Tile:
     def zeros(self, count):
         return [zeros((KEY_ROWS, self.width), self.layout) for _ in range(count)]
 
-    def load(self, refs, exists):
+    def load(self, ref, exists):
         """The state, zeros where it does not exist yet."""
         # By selection, not by a branch: the loads then do not wait for what decides.
         (zero,) = self.zeros(1)
-        return [jnp.where(exists, load(ref, self.layout), zero) for ref in refs]
+        return [jnp.where(exists, chunk, zero) for chunk in load_rows(ref, KEY_ROWS, self.layout, self.interpret)]
 
-    def load_shared(self, refs, exists):
+    def load_shared(self, ref, exists):
         """The same from shared memory that holds anything at all if the state does not exist."""
 
-        @pl.when(jnp.logical_not(exists))
+        @when(jnp.logical_not(exists))
         def _():
-            # Every lane clears what it reads itself.
-            self.store(refs, self.zeros(len(refs)))
-            # The bulk copy that overwrites it comes after.
-            plgpu.commit_smem()
+            clear_chunks(ref, self.zeros(1)[0])
 
-        return [widen(plgpu.load(r, layout=self.layout, optimized=False), self.layout, self.interpret) for r in refs]
+        return self.shared_chunks(ref)
 
-    def store(self, refs, state):
-        for ref, s in zip(refs, state, strict=True):
-            store(ref, s)
+    def shared_chunks(self, ref):
+        return load_rows(ref, KEY_ROWS, self.layout, self.interpret)
 
-    def load_keys(self, refs):
-        return [along_values(load(ref, self.key_layout), self.width, self.layout) for ref in refs]
+    def store(self, ref, state):
+        store_rows(ref, state, self.layout, self.interpret)
+
+    def load_keys(self, ref):
+        keys = load_rows(ref, KEY_ROWS, self.key_layout, self.interpret)
+        return [along_values(key, self.width, self.layout) for key in keys]
 
     def update(self, state, keys, factor, decay):
         spread = along_keys(factor, KEY_ROWS, self.layout)
@@ -102,7 +118,7 @@ class Tile:
         def updated():
             return self.update(state, keys, factor, gates[0])
 
-        state = updated() if needed is None else lax.cond(needed, updated, lambda: state)
+        state = updated() if needed is None else cond(needed, updated, lambda: state)
         return state, out, factor
 
 
@@ -123,21 +139,21 @@ class Rows:
     def zeros(self):
         return zeros((KEY_ROWS, self.width), self.layout)
 
-    def load(self, refs):
-        parts = [plgpu.load(ref, layout=self.layout, optimized=False) for ref in refs]
-        return [widen(part, self.layout, self.interpret) for part in parts]
+    def load(self, ref):
+        return load_rows(ref, KEY_ROWS, self.layout, self.interpret)
 
-    def load_keys(self, refs):
-        return [along_values(load(ref, self.key_layout), self.width, self.layout) for ref in refs]
+    def load_keys(self, ref):
+        keys = load_rows(ref, KEY_ROWS, self.key_layout, self.interpret)
+        return [along_values(key, self.width, self.layout) for key in keys]
 
     def finish(self, totals, partial_s):
         """`S^T k` and `S^T q`, a column a thread, by way of shared memory."""
         for which, total in enumerate(totals):
-            store(partial_s.at[which], total)
+            store_whole(partial_s.at[which], total, self.layout, self.interpret)
         plgpu.commit_smem()
         sums = []
         for which in range(2):
-            lanes = [load(partial_s.at[which, i], self.value_layout) for i in range(KEY_ROWS)]
+            lanes = load_rows(partial_s.at[which], 0, self.value_layout, self.interpret)
             while len(lanes) > 1:
                 lanes = [a + b for a, b in zip(lanes[::2], lanes[1::2], strict=True)]
             sums += lanes
@@ -152,29 +168,28 @@ class KeyVectors:
     """How whole keys and queries are read: the lanes of a warp side by side, up to four neighbours a lane.
 
     Attributes:
-        layout: of the pieces [piece] of one token or, for a window of several, [window, piece], a token a warp.
+        layout: of the pieces [piece] of one token or, with `tokens` (4,), [window, piece] of a window, a token a warp;
+            with (1, 4), [heads, window, piece] of several heads.
         pieces: slices of the key dimension.
     """
 
-    def __init__(self, key_dim: int, window: int = 1):
+    def __init__(self, key_dim: int, interpret, tokens: tuple[int, ...] = ()):
         lanes = math.gcd(key_dim, 32)
         vector = math.gcd(key_dim // lanes, 4)
         piece = lanes * vector
         lane_dims = (-2,) if lanes == 32 else (plgpu.Replicated(32 // lanes), -2)
-        if window == 1:
-            tiling, warp_dims = plgpu.Tiling(((piece,), (vector,))), (plgpu.Replicated(4),)
-        else:
-            tiling, warp_dims = plgpu.Tiling(((4, piece), (vector,))), (-3,)
+        tiling, warp_dims = plgpu.Tiling(((*tokens, piece), (vector,))), (-3,) if tokens else (plgpu.Replicated(4),)
+        self.interpret = interpret
         self.layout = plgpu.Layout.TILED(tiling, warp_dims, lane_dims, -1)
         self.pieces = [pl.ds(i, piece) for i in range(0, key_dim, piece)]
         self.query_scale = key_dim**-0.5
 
     def load(self, ref) -> list[jax.Array]:
-        return [load(ref.at[..., piece], self.layout) for piece in self.pieces]
+        return [load_whole(ref.at[..., piece], self.layout, self.interpret) for piece in self.pieces]
 
     def store(self, ref, pieces) -> None:
         for piece, value in zip(self.pieces, pieces, strict=True):
-            store(ref.at[..., piece], value)
+            store_whole(ref.at[..., piece], value, self.layout, self.interpret)
 
     def scales(self, key, query):
         """`1/|k|`, `key_head_dim**-0.5 / |q|` and `k . q`, in the one order of sums that every path keeps."""
@@ -215,15 +230,15 @@ def row_bounds(offsets, b, num_tokens):
     return start, jnp.clip(offsets[b + 1], start, num_tokens)
 
 
-def zero_tokens(out, start, end, columns, layout):
+def zero_tokens(out, start, end, columns, layout, interpret):
     def zero(t, _):
-        store(out.at[t, columns], zeros((columns.size,), layout))
+        store_whole(out.at[t, columns], zeros((columns.size,), layout), layout, interpret)
         return 0
 
     lax.fori_loop(start, end, zero, 0)
 
 
-def zero_uncovered(offsets, ends, out, columns, layout, b, batch):
+def zero_uncovered(offsets, ends, out, columns, layout, b, batch, interpret):
     """Zeroes, in `columns`, the tokens of no row among the chunks `b, b + batch, ..` of the token array.
 
     If the offsets begin at the first token and end at the last, every token lies in a row, however they run
@@ -232,13 +247,13 @@ def zero_uncovered(offsets, ends, out, columns, layout, b, batch):
     num_tokens = out.shape[0]
     first, last = ends
 
-    @pl.when((first > 0) | (last < num_tokens))
+    @when((first > 0) | (last < num_tokens))
     def _():
         def chunk(i, _):
             begin = (b + i * batch) * _ZERO_CHUNK
             end = jnp.minimum(begin + _ZERO_CHUNK, num_tokens)
 
-            @pl.when((begin < first) | (end > last))
+            @when((begin < first) | (end > last))
             def _():
                 def cover(row, mask):
                     # Clipped first: an offset may lie so far out that its distance overflows.
@@ -248,9 +263,9 @@ def zero_uncovered(offsets, ends, out, columns, layout, b, batch):
                 covered = lax.fori_loop(0, batch, cover, jnp.int32(0))
 
                 def token(t, _):
-                    @pl.when((covered >> (t - begin)) & 1 == 0)
+                    @when((covered >> (t - begin)) & 1 == 0)
                     def _():
-                        zero_tokens(out, t, t + 1, columns, layout)
+                        zero_tokens(out, t, t + 1, columns, layout, interpret)
 
                     return 0
 
@@ -267,7 +282,7 @@ def ring_row(ring, ring_slot, length):
     return jnp.where(is_row_of(ring_slot, ring.shape[0]) & (length <= ring.shape[2]), ring_slot, -1)
 
 
-def write_record(record, member, group, v0, key, factor, value_dim, decay):
+def write_record(record, member, group, v0, key, factor, value_dim, decay, interpret):
     """One program's part of a record: its columns of the delta factor, and what only the first of its kind writes.
 
     Key and factor come from shared memory, so that the accesses can be as narrow as the record's alignment asks.
@@ -276,23 +291,15 @@ def write_record(record, member, group, v0, key, factor, value_dim, decay):
 
     def copy(source, at):
         (size,) = source.shape
-        store(record.at[pl.ds(at, size)], load(source, vector_layout(size)))
+        layout = vector_layout(size)
+        store_whole(record.at[pl.ds(at, size)], load_whole(source, layout, interpret), layout, interpret)
 
     copy(factor, key_dim + member * value_dim + v0)
 
-    @pl.when(v0 == 0)
+    @when(v0 == 0)
     def _():
         record[key_dim + group * value_dim + member] = decay.astype(record.dtype)
 
-        @pl.when(member == 0)
+        @when(member == 0)
         def _():
             copy(key, 0)
-
-
-def token_rows_layout(size: int):
-    """Layout of [window, size], windows of four: a token a warp, one element a lane."""
-    lanes = math.gcd(size, 32)
-    repeat = () if lanes == 32 else (plgpu.Replicated(32 // lanes),)
-    if lanes == 1:
-        return plgpu.Layout.TILED(plgpu.Tiling(((4, 1),)), (-2,), repeat, -1)
-    return plgpu.Layout.TILED(plgpu.Tiling(((4, lanes), (1,))), (-3,), (*repeat, -2), -1)

@@ -8,18 +8,29 @@ That kernel is bound by the instructions it issues and by the registers they rea
   computes its output and factor alone.
 """
 
+import itertools
 import math
+import operator
 
 import jax.experimental.mosaic.gpu as mgpu
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, vector
+from jaxlib.mlir.dialects import arith, llvm, vector
 
-from gdn_jax._mosaic import KEY_ROWS, along_values, load, store, warp_barrier
+from gdn_jax._mosaic import (
+    KEY_ROWS,
+    along_values,
+    cond,
+    load,
+    load_whole,
+    store,
+    store_whole,
+    warp_barrier,
+    widen,
+)
 from gdn_jax.recurrence.mosaic_gpu.step import Tile, add_products, output_of, token_factor
 
 _COLUMN_LANES = 32 // KEY_ROWS
@@ -40,33 +51,42 @@ def _array(registers, layout, shape):
 
 
 class WindowTile(Tile):
-    """A tile whose lanes hold one row of each chunk and `width / 16` neighbouring columns.
+    """A tile whose lanes hold one row of each chunk and `width / 16` columns, neighbours as many as come in one access.
 
     Attributes:
         spread_layout: of a value vector, a column a lane; where a lane has fewer than eight columns, several lanes have
             the same one.
     """
 
-    def __init__(self, width, key_dim, swizzled, interpret):
+    def __init__(self, width, key_dim, itemsize, swizzled, interpret):
         self.width = width
         self.key_dim = key_dim
+        self.swizzled = swizzled
         self.interpret = interpret
         self.columns = columns = width // 4 // _COLUMN_LANES
+        # Of more columns than come in one access a lane has two groups, so that lanes side by side share a sector.
+        access = min(columns, 16 // itemsize)
+        groups = columns // access
+        parts = ((_COLUMN_LANES * access,), (access,)) if groups > 1 else ((columns,),)
+        more = groups - 1
         if swizzled:
             # Rows four apart side by side: of these no two lanes of an access meet a bank.
-            tiles = (KEY_ROWS, width), (4, width // 4), (2, width // 4), (columns,)
-            self.layout = _layout(tiles, (-6,), (-5, -3, -7, -2))
+            tiles = (KEY_ROWS, width), (4, width // 4), (2, width // 4), *parts
+            self.layout = _layout(tiles, (-6 - more,), (-5 - more, -3 - more, -7 - more, -2))
         else:
-            self.layout = _layout(((KEY_ROWS, width), (width // 4,), (columns,)), (-3,), (-4, -2))
+            self.layout = _layout(((KEY_ROWS, width), (width // 4,), *parts), (-3 - more,), (-4 - more, -2))
         # How far away the lane with the other row of two, of the other two of four, and of the other four is.
         self.distances = tuple(_COLUMN_LANES * i for i in ((2, 4, 1) if swizzled else (1, 2, 4)))
         self.key_layout, self.value_layout = self.layout.reduce(1), self.layout.reduce(0)
-        halvings = columns.bit_length() - 1
-        tiles = (width,), (width // 4,), *((columns >> i,) for i in range(halvings + 1))
+        # A warp's columns are halved until one is left, and once cut among the lanes side by side.
+        cuts = [2] * more + [_COLUMN_LANES] + [2] * (access.bit_length() - 1)
+        sizes = itertools.accumulate(cuts, operator.floordiv, initial=width // 4)
+        dims = list(range(-1 - len(cuts), -1))
+        lanes = dims.pop(more)
         # Of the bits of a lane's row the first picks a half of its columns, the next a half of that.
-        halves = (-3, -4, -2) if swizzled else range(-2, -2 - halvings, -1)
+        halves = (dims[1], dims[0], dims[2]) if swizzled else dims[::-1]
         repeat = () if columns == KEY_ROWS else (plgpu.Replicated(KEY_ROWS // columns),)
-        self.spread_layout = _layout(tiles, (-3 - halvings,), (*repeat, *halves, -2 - halvings))
+        self.spread_layout = _layout(((width,), *((n,) for n in sizes)), (-2 - len(cuts),), (*repeat, *halves, lanes))
         # Chunks whose keys a lane loads together.
         self.together = math.gcd(key_dim // KEY_ROWS, 4)
         rows = (KEY_ROWS, 4, 2, 1) if swizzled else (KEY_ROWS, 1)
@@ -76,42 +96,59 @@ class WindowTile(Tile):
             (*((-3, -2, -4) if swizzled else (-2,)), plgpu.Replicated(_COLUMN_LANES)),
         )
 
+    def shared_chunks(self, ref):
+        if not self.swizzled:
+            return super().shared_chunks(ref)
+
+        count = self.key_dim // KEY_ROWS
+        array = plgpu.ShapeDtypeStruct((KEY_ROWS, self.width), ref.dtype, self.layout)
+
+        @plgpu.inline_mgpu(arg_types=(self.layout,), return_type=[array] * count)
+        def chunks(_, state):
+            parts = np.split(state.registers, count)
+            return [mgpu.FragmentedArray(_registers=x, _layout=state.layout, _is_signed=None) for x in parts]
+
+        state = plgpu.load(ref, layout=self.layout, optimized=False)
+        return [widen(chunk, self.layout, None) for chunk in chunks(state)]  # pyright: ignore[reportCallIssue]
+
     def store_words(self, ref, keys, queries, layout):
-        """Keys and then queries of a window, pieces [window, piece] as of `KeyVectors`, as `load_words` loads them.
+        """Keys and then queries of heads, pieces [heads, window, piece] as of `KeyVectors`, as `load_words` loads them.
 
         The key of row `r` of chunk `c` goes to `[c // together, r, c % together]`.
         """
         if self.interpret is not None:
             for first, pieces in ((0, keys), (self.key_dim, queries)):
                 for piece in pieces:
-                    store(ref.at[:, first : first + piece.shape[1]], piece)
-                    first += piece.shape[1]
+                    store(ref.at[:, :, first : first + piece.shape[-1]], piece)
+                    first += piece.shape[-1]
             return
 
         @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), [[layout] * len(keys)] * 2))
         def stores(_, ref, vectors):
-            index, i32 = ir.IndexType.get(), ir.IntegerType.get_signless(32)
+            i32 = ir.IntegerType.get_signless(32)
+            tiled = layout.to_mgpu()
+            element = ir.MemRefType(ref.type).element_type
 
             def split(x, n):
                 return arith.divui(x, mgpu.c(n, i32)), arith.remui(x, mgpu.c(n, i32))
 
             warp, lane = split(arith.remui(mgpu.thread_idx(), mgpu.c(128, i32)), 32)
             lane = split(lane, math.gcd(self.key_dim, 32))[1]
+            # The neighbours of a lane are rows of one chunk, and a piece is whole groups of chunks.
+            chunk, row = split(arith.muli(lane, mgpu.c(tiled.vector_length, i32)), KEY_ROWS)
+            group, member = split(chunk, self.together)
+            at = arith.addi(arith.muli(group, mgpu.c(KEY_ROWS, i32)), row)
+            at = arith.addi(arith.muli(at, mgpu.c(self.together, i32)), member)
+            at = arith.addi(at, arith.muli(warp, mgpu.c(2 * self.key_dim, i32)))
+            pointer = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(ref), [at], element)
             for which, pieces in enumerate(vectors):
                 for i, piece in enumerate(pieces):
-                    register = piece.registers.item()
-                    (count,) = register.type.shape
-                    for j in range(count):
-                        key = arith.addi(arith.muli(lane, mgpu.c(count, i32)), mgpu.c(i * piece.shape[1] + j, i32))
-                        chunk, row = split(key, KEY_ROWS)
-                        group, member = split(chunk, self.together)
-                        at = arith.addi(arith.muli(group, mgpu.c(KEY_ROWS, i32)), row)
-                        at = arith.addi(arith.muli(at, mgpu.c(self.together, i32)), member)
-                        at = arith.addi(at, mgpu.c(which * self.key_dim, i32))
-                        part = vector.from_elements(
-                            ir.VectorType.get((1,), register.type.element_type), [vector.extract(register, [], [j])]
-                        )
-                        vector.store(part, ref, [arith.index_cast(index, warp), arith.index_cast(index, at)])
+                    first = which * self.key_dim + i * piece.shape[-1]
+                    for head, register in enumerate(piece.registers.flat):
+                        for j in range(tiled.vector_length):
+                            distance = first + 4 * head * 2 * self.key_dim + j * self.together
+                            to = mgpu.utils.getelementptr(pointer, [distance], element)
+                            llvm.store(vector.extract(register, [], [j]), to)
 
         stores(ref, [keys, queries])  # pyright: ignore[reportCallIssue]
 
@@ -144,7 +181,7 @@ class WindowTile(Tile):
         )
         def finished(_, total):
             i32 = ir.IntegerType.get_signless(32)
-            sums = [vector.extract(total.registers.item(), [], [i]) for i in range(self.columns)]
+            sums = [vector.extract(x, [], [i]) for x in total.registers.flat for i in range(x.type.shape[0])]
             for distance in self.distances:
                 kept = given = sums
                 if len(sums) > 1:
@@ -164,7 +201,7 @@ class WindowTile(Tile):
         words = [along_values(word, self.width, self.layout) for word in words]
         totals = add_products(self.zeros(2), state, words[: len(state)], words[len(state) :])
         factor = token_factor(self.finish(totals[0]), value, gates)
-        store(factor_s, factor)
+        store_whole(factor_s, factor, self.spread_layout, self.interpret)
 
         def output():
             return output_of(self.finish(totals[1]), factor, gates)
@@ -176,7 +213,7 @@ class WindowTile(Tile):
             keys = self.load_words(words_s.at[pl.ds(0, self.key_dim)])
             keys = [along_values(key, self.width, self.layout) for key in keys]
             # Both in one piece of code, so that the update hides the exchange.
-            return self.update(state, keys, load(factor_s, self.value_layout), gates[0]), output()
+            return self.update(state, keys, load_whole(factor_s, self.value_layout, self.interpret), gates[0]), output()
 
-        state, out = updated() if needed is None else lax.cond(needed, updated, lambda: (state, output()))
+        state, out = updated() if needed is None else cond(needed, updated, lambda: (state, output()))
         return state, out, factor

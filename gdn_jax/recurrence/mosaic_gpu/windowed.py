@@ -1,5 +1,7 @@
 """Windows of four tokens: short rows, and verifies. Tiles one after the other, those of a key head together."""
 
+import functools
+import math
 from typing import NamedTuple
 
 import jax
@@ -8,13 +10,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from gdn_jax._mosaic import is_row_of, load, store, vector_layout, warpgroup_barrier
+from gdn_jax._mosaic import as_int, cond, is_row_of, load_whole, store_whole, vector_layout, warpgroup_barrier, when
 from gdn_jax.recurrence.mosaic_gpu.plan import Call, window_scratch
 from gdn_jax.recurrence.mosaic_gpu.step import (
     KeyVectors,
     ring_row,
     row_bounds,
-    token_rows_layout,
     zero_tokens,
     zero_uncovered,
 )
@@ -46,6 +47,15 @@ def divided(x, n: int):
     return tuple(part.astype(jnp.int32) for part in parts)
 
 
+def rows_layout(size: int):
+    """Layout of [window, size]: a token a warp, one element a lane."""
+    lanes = math.gcd(size, 32)
+    repeat = () if lanes == 32 else (plgpu.Replicated(32 // lanes),)
+    if lanes == 1:
+        return plgpu.Layout.TILED(plgpu.Tiling(((4, 1),)), (-2,), repeat, -1)
+    return plgpu.Layout.TILED(plgpu.Tiling(((4, lanes), (1,))), (-3,), (*repeat, -2), -1)
+
+
 def scratch_types(call: Call) -> list:
     """Values arrive for themselves, keys with queries."""
     arrivals = (plgpu.Barrier(num_arrivals=n, num_barriers=call.plan.warpgroups) for n in (1, 2 * call.run_heads))
@@ -53,8 +63,10 @@ def scratch_types(call: Call) -> list:
 
 
 def body(call: Call):
+    load = functools.partial(load_whole, interpret=call.interpret)
+    store = functools.partial(store_whole, interpret=call.interpret)
     tile, window = call.plan.tile, call.plan.window
-    whole = WindowTile(tile, call.key_dim, call.swizzled, call.interpret)
+    whole = WindowTile(tile, call.key_dim, call.pool_dtype.itemsize, call.swizzled, call.interpret)
 
     def windowed(qkv_g, decay_g, beta_g, slot_g, offset_g, has_g, *refs):
         """Tiles one after the other, each in registers; the next one's state and values are on their way meanwhile.
@@ -77,7 +89,8 @@ def body(call: Call):
         state_s, words_s, scales_s, raw_s, values_s, factors_s, gates_s, rows_s, *scratch = scratch
         if call.records:
             (keys_s,) = scratch
-        vectors = KeyVectors(call.key_dim, window)
+        vectors = KeyVectors(call.key_dim, call.interpret, (1, window))
+        scale_layout = vectors.layout.reduce(2)
         num_runs = call.num_programs // call.plan.run
 
         tiles_a_head = call.group * call.num_tiles
@@ -100,7 +113,7 @@ def body(call: Call):
         def row_indices(n):
             """What memory says about the row of the worker's run n, as int32."""
             b = place(n)[0]
-            indices = [slot_g[b], offset_g[b], offset_g[b + 1], has_g[b].astype(jnp.int32)]
+            indices = [slot_g[b], offset_g[b], offset_g[b + 1], as_int(has_g[b])]
             return [*indices, ring_slot_g[b]] if call.records else indices
 
         def row_of(n, indices):
@@ -123,27 +136,31 @@ def body(call: Call):
 
         def fetch_keys(first, hk):
             """Keys and queries of a run, whose first key head is `hk`, in the window that begins at token `first`."""
-            for which, head in enumerate((call.num_key_heads + hk, hk)):
-                for i in range(call.run_heads):
+
+            def fetch(i, _):
+                for which, head in enumerate((call.num_key_heads + hk, hk)):
                     source = qkv_g.at[pl.ds(first, window), pl.ds((head + i) * call.key_dim, call.key_dim)]
                     plgpu.copy_gmem_to_smem(source, raw_s.at[which, i], keys_arrived.at[warpgroup])
+                return 0
+
+            lax.fori_loop(0, call.run_heads, fetch, 0)
 
         def load_gates(first, n):
             """Decay and beta of all value heads of the key heads of the worker's run n, a window from `first` on."""
             # The array may end before the window does.
             rows = pl.ds(jnp.minimum(first, call.num_tokens - window), window)
             columns = pl.ds(place(n)[1] * call.group, run_group)
-            return [load(g.at[rows, columns], token_rows_layout(run_group)) for g in (decay_g, beta_g)]
+            return [load(g.at[rows, columns], rows_layout(run_group)) for g in (decay_g, beta_g)]
 
         def fetch_run(n, row, stage, with_state: bool | jax.Array = True):
             """What the worker's run n begins with."""
 
-            @pl.when(row.busy)
+            @when(row.busy)
             def _():
                 hk, column = place(n)[1::2]
                 fetch_keys(row.start, hk)
                 fetch_values(row.start, column, stage)
-                pl.when(with_state)(lambda: fetch_state(row.slot, column))
+                when(with_state)(lambda: fetch_state(row.slot, column))
 
         def run_of(n, carry):
             row, next_row, first_gates, stage = carry
@@ -162,23 +179,22 @@ def body(call: Call):
             def prepare(i, heads, first, gates):
                 """Keys, queries, scales and gates in the window that begins at token `first`, for the run's tile i.
 
-                `heads` are those, counted from the run's first, whose keys and queries are needed.
+                `heads` is the slice of those, counted from the run's first, whose keys and queries are needed.
                 """
                 plgpu.barrier_wait(keys_arrived.at[warpgroup])
-                raw = [[vectors.load(raw_s.at[which, head]) for which in range(2)] for head in heads]
-                for head, (keys, queries) in zip(heads, raw, strict=True):
-                    whole.store_words(words_s.at[head], keys, queries, vectors.layout)
-                    if call.records:
-                        vectors.store(keys_s.at[head], keys)
-                    for j, scale in enumerate(vectors.scales(keys, queries)):
-                        store(scales_s.at[head, j], scale)
+                keys, queries = (vectors.load(raw_s.at[which, heads]) for which in range(2))
+                whole.store_words(words_s.at[heads], keys, queries, vectors.layout)
+                if call.records:
+                    vectors.store(keys_s.at[heads], keys)
+                for j, scale in enumerate(vectors.scales(keys, queries)):
+                    store(scales_s.at[heads, j], scale, scale_layout)
                 for j, gate in enumerate(gates):
-                    store(gates_s.at[j], gate)
+                    store(gates_s.at[j], gate, rows_layout(run_group))
                 warpgroup_barrier(call.interpret)
                 last = first + window >= end
                 again = jnp.logical_not(one_window) & (jnp.logical_not(last) | (i + 1 < call.plan.run))
 
-                @pl.when(again | next_row.busy)
+                @when(again | next_row.busy)
                 def _():
                     of_row = jnp.where(last, start, first + window)
                     fetch_keys(jnp.where(again, of_row, next_row.start), jnp.where(again, hk, next_hk))
@@ -190,24 +206,24 @@ def body(call: Call):
                 decays = pl.ds(head * call.group, call.group)
                 decays_at = pl.ds(call.key_dim + call.group * call.value_dim, call.group)
 
-                @pl.when((to >= 0) & (count == window))
+                @when((to >= 0) & (count == window))
                 def _():
                     records = ring_g.at[to, hk + head, pl.ds(first - start, window)]
-                    keys = load(keys_s.at[head], token_rows_layout(call.key_dim))
-                    store(records.at[:, pl.ds(0, call.key_dim)], keys)
-                    store(records.at[:, decays_at], load(gates_s.at[0, :, decays], token_rows_layout(call.group)))
+                    for size, at, source in (
+                        (call.key_dim, pl.ds(0, call.key_dim), keys_s.at[head]),
+                        (call.group, decays_at, gates_s.at[0, :, decays]),
+                    ):
+                        store(records.at[:, at], load(source, rows_layout(size)), rows_layout(size))
 
-                @pl.when((to >= 0) & (count < window))
+                @when((to >= 0) & (count < window))
                 def _():
                     def write(p, _):
                         record = ring_g.at[to, hk + head, first - start + p]
-                        keys = load(keys_s.at[head, p], vector_layout(call.key_dim))
-                        store(record.at[pl.ds(0, call.key_dim)], keys)
-                        if call.group > 1:
-                            decay = load(gates_s.at[0, p + shift, decays], vector_layout(call.group))
-                            store(record.at[decays_at], decay)
-                        else:  # a single element cannot be stored as a vector
-                            record[decays_at.start] = gates_s[0, p + shift, head].astype(record.dtype)
+                        for size, at, source in (
+                            (call.key_dim, pl.ds(0, call.key_dim), keys_s.at[head, p]),
+                            (call.group, decays_at, gates_s.at[0, p + shift, decays]),
+                        ):
+                            store(record.at[at], load(source, vector_layout(size)), vector_layout(size))
                         return 0
 
                     lax.fori_loop(0, count, write, 0)
@@ -229,13 +245,13 @@ def body(call: Call):
                     last = first + window >= end
                     gates_shift = first - jnp.minimum(first, call.num_tokens - window)
 
-                    @pl.when(first > start)
+                    @when(first > start)
                     def _():
                         plgpu.barrier_wait(values_arrived.at[warpgroup])
                         # All warps have done with the window before.
                         warpgroup_barrier(call.interpret)
 
-                    @pl.when(more | jnp.logical_not(last))
+                    @when(more | jnp.logical_not(last))
                     def _():
                         fetch_values(
                             jnp.where(last, next_start, first + window),
@@ -243,11 +259,11 @@ def body(call: Call):
                             1 - stage,
                         )
 
-                    @pl.when(jnp.logical_not(one_window) & ((i > 0) | (first > start)))
+                    @when(jnp.logical_not(one_window) & ((i > 0) | (first > start)))
                     def _():
-                        prepare(i, [head], first, load_gates(first, n))
+                        prepare(i, pl.ds(head, 1), first, load_gates(first, n))
                         if call.records:
-                            pl.when((member == 0) & (v0 == 0))(lambda: record_keys(head, first))
+                            when((member == 0) & (v0 == 0))(lambda: record_keys(head, first))
 
                     def token(p, state):
                         needed = commits | (first + p + 1 < end) if call.records else None
@@ -262,11 +278,11 @@ def body(call: Call):
                             factors_s.at[p],
                             needed,
                         )
-                        store(out_g.at[first + p, out_columns], out)
+                        store(out_g.at[first + p, out_columns], out, whole.spread_layout)
                         if call.records:
                             factors = pl.ds(call.key_dim + member * call.value_dim + v0, tile)
                             record = ring_g.at[to, hk + head, first - start + p, factors]
-                            pl.when(to >= 0)(lambda: store(record, factor))
+                            when(to >= 0)(lambda: store(record, factor, whole.spread_layout))
                         return state
 
                     count = jnp.minimum(end - first, window)
@@ -274,32 +290,32 @@ def body(call: Call):
                     return first + window, state, 1 - stage
 
                 plgpu.barrier_wait(state_arrived.at[warpgroup])
-                state = whole.load_shared([state_s.at[c] for c in call.chunks], has_state)
+                state = whole.load_shared(state_s, has_state)
                 plgpu.barrier_wait(values_arrived.at[warpgroup])
                 # All warps have the state, and have done with the tile before.
                 warpgroup_barrier(call.interpret)
 
-                @pl.when(more)
+                @when(more)
                 def _():
                     fetch_state(next_slot, next_tile_column)
 
                 _, state, stage = lax.while_loop(lambda carry: carry[0] < end, window_of, (start, state, stage))
 
-                @pl.when(commits)
+                @when(commits)
                 def _():
                     h = hk * call.group + in_run_member
-                    whole.store([pool_g.at[slot, h, c, pl.ds(v0, tile)] for c in call.chunks], state)
+                    whole.store(pool_g.at[slot, h, :, pl.ds(v0, tile)], state)
 
                 return stage
 
             def compute():
                 # Before the state is waited for.
-                prepare(0, range(call.run_heads), start, first_gates)
+                prepare(0, pl.ds(0, call.run_heads), start, first_gates)
                 if staggered:
-                    pl.when((n == 0) & (warpgroup > 0))(lambda: fetch_state(slot, column))
+                    when((n == 0) & (warpgroup > 0))(lambda: fetch_state(slot, column))
                 if call.records:
                     # Of several runs of a key head the first does it.
-                    @pl.when(part == 0)
+                    @when(part == 0)
                     def _():
                         def record(head, _):
                             record_keys(head, start)
@@ -313,7 +329,7 @@ def body(call: Call):
                 fetch_run(n + 1, next_row, stage)
                 return stage
 
-            stage = lax.cond(busy, compute, skip)
+            stage = cond(busy, compute, skip)
 
             # The compilers turn an index into a scalar at once, and so wait for memory wherever it is loaded. From the
             # begin of the run until here these only pass to shared memory; the barrier keeps warps within two runs.
@@ -323,16 +339,17 @@ def body(call: Call):
             after_next = row_of(n + 2, [rows_s[lax.rem(n, 2), j] for j in range(len(indices_after))])
             live = is_row_of(slot, call.max_slots)
 
-            @pl.when((ends[0] > 0) | (ends[1] < call.num_tokens) | jnp.logical_not(live))
+            @when((ends[0] > 0) | (ends[1] < call.num_tokens) | jnp.logical_not(live))
             def _():
                 def zero(i, _):
                     out_columns = pl.ds(column + i * tile, tile)
 
-                    @pl.when(jnp.logical_not(live))
+                    @when(jnp.logical_not(live))
                     def _():
-                        zero_tokens(out_g, start, end, out_columns, whole.value_layout)
+                        zero_tokens(out_g, start, end, out_columns, whole.value_layout, call.interpret)
 
-                    zero_uncovered(offset_g, ends, out_g, out_columns, whole.value_layout, b, call.batch)
+                    layout = whole.value_layout
+                    zero_uncovered(offset_g, ends, out_g, out_columns, layout, b, call.batch, call.interpret)
                     return 0
 
                 lax.fori_loop(0, call.plan.run, zero, 0)

@@ -5,7 +5,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from gdn_jax._mosaic import after_previous
+from gdn_jax._mosaic import after_previous, when
 from gdn_jax.recurrence.mosaic_gpu_chunked.carry import passing, state_block
 from gdn_jax.recurrence.mosaic_gpu_chunked.prepare import heads_at_once, preparation, units_of
 from gdn_jax.recurrence.mosaic_gpu_chunked.tiles import C, buffer_views, first_item, i32, order_copies, params, row_of
@@ -47,7 +47,7 @@ def run_both(
         ready = pl.get_global(plgpu.SemaphoreType.REGULAR((items * parts,)))
         first, second, third, *views = memory
 
-        @pl.when(cta < workers)
+        @when(cta < workers)
         def _():
             operands = qkv_g, decay_g, beta_g, slot_g, *results_g
             (rows_s, *shared, x_s), (tiles_s, *_, blocks_s), (keys_s, *_) = first, second, third
@@ -66,7 +66,7 @@ def run_both(
 
             prepare(operands, refs, wg, pl.cdiv(chunks * batch * parts, units * workers), place_of, signal)
 
-        @pl.when(cta >= workers)
+        @when(cta >= workers)
         def _():
             w_g, r_g, vec_g, *kq_g = results_g
             kq_g = kq_g[0] if kq_g else None

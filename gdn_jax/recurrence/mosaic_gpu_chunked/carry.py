@@ -8,7 +8,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from gdn_jax._mosaic import after_previous, is_row_of, warpgroup_barrier
+from gdn_jax._mosaic import after_previous, cond, is_row_of, warpgroup_barrier, when
 from gdn_jax.recurrence.mosaic_gpu_chunked.tiles import (
     COL,
     FIRST,
@@ -140,7 +140,7 @@ def passing(qkv, pool, batch, rows, *, nk, tiles, late_r, split, interpret):
             for bit in range(C.bit_length() - 1, -1, -1):
                 m = 1 << bit
 
-                @pl.when((count & m) != 0)
+                @when((count & m) != 0)
                 def _(done_rows=done_rows, m=m):
                     send(source, done_rows, m, t0 + done_rows, channel)
 
@@ -174,7 +174,7 @@ def passing(qkv, pool, batch, rows, *, nk, tiles, late_r, split, interpret):
                 zero_tokens(zeros, t, jnp.where(free, ahead, t), channel)
                 return jnp.where(free, ahead, reached)
 
-            @pl.when((off_g[0] > 0) | (off_g[batch] < total))
+            @when((off_g[0] > 0) | (off_g[batch] < total))
             def _():
                 lax.while_loop(lambda t: t < total, step, jnp.int32(0))
 
@@ -212,9 +212,9 @@ def passing(qkv, pool, batch, rows, *, nk, tiles, late_r, split, interpret):
                     plgpu.commit_smem()
                 plgpu.barrier_arrive(in_free.at[s])
 
-            @pl.when(n_chunks > 0)
+            @when(n_chunks > 0)
             def _():
-                state = lax.cond(
+                state = cond(
                     has_state != 0,
                     lambda: tuple(loaded(i) for i in range(halves)),
                     lambda: tuple(zero_tile((C, LINE), f32) for _ in range(halves)),
@@ -231,7 +231,7 @@ def passing(qkv, pool, batch, rows, *, nk, tiles, late_r, split, interpret):
                     """Without what is past the row's end, which may be NaN."""
                     left = length - n * C
                     masked = partial(jnp.where, iota((C, C), 1) < left, x, 0.0)
-                    return lax.cond(left < C, masked, lambda: x)
+                    return cond(left < C, masked, lambda: x)
 
                 def wait_for(n):
                     plgpu.barrier_wait(in_bar.at[stage_of(t + 1 + n)])
@@ -275,7 +275,7 @@ def passing(qkv, pool, batch, rows, *, nk, tiles, late_r, split, interpret):
                             q.mma(low[i], tr(q_tiles.at[s, i]))
                         now = v if wide else load_values(interpret, v_tiles.at[s, m])
 
-                        @pl.when(n > 0)
+                        @when(n > 0)
                         def _():
                             write_output(before, n - 1, s)
 
@@ -294,7 +294,7 @@ def passing(qkv, pool, batch, rows, *, nk, tiles, late_r, split, interpret):
                         after = None, unit, None
                         if ahead:
                             none = v, unit, zero_tile((C,), f32, ROW) + 1.0
-                            after = lax.cond(n < n_chunks - 1, partial(take_ahead, n + 1, unit), lambda: none)
+                            after = cond(n < n_chunks - 1, partial(take_ahead, n + 1, unit), lambda: none)
                         v_new, unit_new, change = after
                         state_new = tuple(x.read(1) for x in s_new)
                         if ahead:
@@ -310,7 +310,7 @@ def passing(qkv, pool, batch, rows, *, nk, tiles, late_r, split, interpret):
                     if interpret is not None:
                         # Here products read like ordinary loads, and copies must not overtake those.
                         plgpu.commit_smem()
-                    pl.when(n < n_chunks - 1)(lambda: plgpu.barrier_arrive(in_free.at[s]))
+                    when(n < n_chunks - 1)(lambda: plgpu.barrier_arrive(in_free.at[s]))
                     return carry
 
                 low = tuple(x.astype(dtype) for x in state)
@@ -320,18 +320,18 @@ def passing(qkv, pool, batch, rows, *, nk, tiles, late_r, split, interpret):
                 # The last output, too, leaves through the values of its chunk.
                 s = stage_of(t + n_chunks)
 
-                @pl.when(last == C)
+                @when(last == C)
                 def _():
                     write_output(last_output, n_chunks - 1, s)
 
-                @pl.when(last < C)
+                @when(last < C)
                 def _():
                     plgpu.commit_smem()
                     store_values(interpret, v_plain.at[s, m], in_full(*last_output), swizzled=False)
                     plgpu.commit_smem()
                     drain(v_plain.at[s, m], start + (n_chunks - 1) * C, last, channel)
 
-                @pl.when(True if not split else segments_g[IS_LAST, part_b] != 0)
+                @when(True if not split else segments_g[IS_LAST, part_b] != 0)
                 def _():
                     for i in range(halves):
                         store_transposed(interpret, part(i), in_full(state[i], unit))
@@ -339,19 +339,19 @@ def passing(qkv, pool, batch, rows, *, nk, tiles, late_r, split, interpret):
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 plgpu.barrier_arrive(in_free.at[s])
 
-            @pl.when(n_chunks == 0)
+            @when(n_chunks == 0)
             def _():
-                @pl.when(jnp.logical_not(live))
+                @when(jnp.logical_not(live))
                 def _():
                     plain = v_plain.at[s0, m]
                     store_values(interpret, plain, zero_tile((C, C), qkv.dtype), swizzled=False)
                     plgpu.commit_smem()
 
-                    @pl.when(b < rows)
+                    @when(b < rows)
                     def _():
                         zero_tokens(plain, start, start + length, channel)
 
-                    @pl.when(b == rows)
+                    @when(b == rows)
                     def _():
                         zero_outside(plain, channel)
 
@@ -375,7 +375,7 @@ def passing(qkv, pool, batch, rows, *, nk, tiles, late_r, split, interpret):
         def claim(t):
             s = stage_of(t)
 
-            @pl.when(t >= stages)
+            @when(t >= stages)
             def _():
                 plgpu.barrier_wait(in_free.at[s])
 
@@ -391,7 +391,7 @@ def passing(qkv, pool, batch, rows, *, nk, tiles, late_r, split, interpret):
             s0 = claim(t)
             reads = (n_chunks > 0) & (has_state != 0)
 
-            @pl.when(reads)
+            @when(reads)
             def _():
                 for m in range(tiles):
                     for i in range(halves):
@@ -400,7 +400,7 @@ def passing(qkv, pool, batch, rows, *, nk, tiles, late_r, split, interpret):
                             source = pool_g.at[slot, head, *at] if not split else initial_g.at[part_b, head, *at]
                             plgpu.copy_gmem_to_smem(source, ref, state_in.at[s0])
 
-            @pl.when(jnp.logical_not(reads))
+            @when(jnp.logical_not(reads))
             def _():
                 for _ in range(blocks):
                     plgpu.barrier_arrive(state_in.at[s0])
@@ -460,12 +460,12 @@ def passing(qkv, pool, batch, rows, *, nk, tiles, late_r, split, interpret):
                 rk, scale = ahead
                 ahead = vectors(n + 1)
                 plgpu.barrier_wait(in_bar.at[s])
-                pl.when(turn >= 2)(lambda: plgpu.barrier_wait(r_free.at[at]))
+                when(turn >= 2)(lambda: plgpu.barrier_wait(r_free.at[at]))
                 for i in range(halves):
                     key = plgpu.load(k_tiles.at[s, i], layout=WGMMA)
                     # What lies past the row's end is no part of it, and may be NaN.
                     masked = partial(jnp.where, iota((C, LINE), 0) < left, key, jnp.zeros_like(key))
-                    key = lax.cond(left < C, masked, lambda key=key: key)
+                    key = cond(left < C, masked, lambda key=key: key)
                     keys_s.at[at, i][...] = (key.astype(f32) * along_rows(rk, LINE)).astype(f16)
                 plgpu.commit_smem()
                 for i in range(halves):
@@ -485,10 +485,10 @@ def passing(qkv, pool, batch, rows, *, nk, tiles, late_r, split, interpret):
             return t + 1 + n_chunks
 
         for m in range(tiles):
-            pl.when(wg == m)(partial(carry_states, m))
-        pl.when(wg == tiles)(stream)
+            when(wg == m)(partial(carry_states, m))
+        when(wg == tiles)(stream)
         if late_r:
-            pl.when(wg == tiles + 1)(make_all)
+            when(wg == tiles + 1)(make_all)
         # no warpgroup may leave while another still waits on a barrier in this CTA's shared memory
         plgpu.barrier_arrive(done)
         plgpu.barrier_wait(done)

@@ -10,7 +10,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 
-from gdn_jax._mosaic import EPS, after_previous, is_row_of, store, warp_barrier, warpgroup_barrier
+from gdn_jax._mosaic import EPS, after_previous, cond, is_row_of, store, warp_barrier, warpgroup_barrier, when
 from gdn_jax.recurrence.mosaic_gpu_chunked.normalise import put_normalised
 from gdn_jax.recurrence.mosaic_gpu_chunked.tiles import (
     ALL_VECTORS,
@@ -193,7 +193,7 @@ def preparation(qkv, decay, batch, *, nk, nv, key_dim, max_slots, late_r, interp
             key_head = lax.div(part * heads, i32(group))
             tokens = pl.ds(t0, C)
 
-            @pl.when(valid > 0)
+            @when(valid > 0)
             def _():
                 bar = arrived.at[2 * unit + stage]
                 for n, head in enumerate((nk + key_head, key_head)):
@@ -212,7 +212,7 @@ def preparation(qkv, decay, batch, *, nk, nv, key_dim, max_slots, late_r, interp
             item, part, _, valid = place
             plgpu.wait_smem_to_gmem(0, wait_read_only=written is None)
             if written is not None:
-                pl.when(valid > 0)(partial(written, item, part))
+                when(valid > 0)(partial(written, item, part))
 
         def step(n, carry):
             before, place = carry
@@ -223,8 +223,8 @@ def preparation(qkv, decay, batch, *, nk, nv, key_dim, max_slots, late_r, interp
                 bring(after, (n + 1) & 1)
 
             active = place[-1] > 0
-            pl.when(active)(lambda: compute(place, n & 1, turn_over))
-            pl.when(jnp.logical_not(active))(turn_over)
+            when(active)(lambda: compute(place, n & 1, turn_over))
+            when(jnp.logical_not(active))(turn_over)
             return place, after
 
         def compute(place, stage, turn_over):
@@ -240,7 +240,7 @@ def preparation(qkv, decay, batch, *, nk, nv, key_dim, max_slots, late_r, interp
                     plgpu.copy_smem_to_gmem(raw_tiles.at[n], kq_g[0].at[item, part, n])
             plgpu.barrier_wait(arrived.at[2 * unit + stage])
 
-            @pl.when(valid < C)
+            @when(valid < C)
             def _():
                 """Past the row's end zeros and decays of 1, whatever lies there."""
                 token, inside = iota((C,), 0, ROW), iota((C, LINE), 0) < valid
@@ -281,7 +281,7 @@ def preparation(qkv, decay, batch, *, nk, nv, key_dim, max_slots, late_r, interp
                 rk, rq, *key = normalised
                 # A square that overflows has the reciprocal norm 0, and then products may be infinite, or NaN: nothing
                 # is left of them. Where both squares are finite, so is the product.
-                kk, qk = lax.cond(
+                kk, qk = cond(
                     any_zero(interpret, norms),
                     lambda: [jnp.where(jnp.abs(x) < jnp.inf, x, 0.0) for x in (kk, qk)],
                     lambda: [kk, qk],
@@ -295,7 +295,7 @@ def preparation(qkv, decay, batch, *, nk, nv, key_dim, max_slots, late_r, interp
             def two_heads(pair, _):
                 at = [part * heads + jnp.minimum(2 * pair + n, heads - 1) - first_column(part) for n in range(2)]
                 decays, betas = [[raw_s.at[stage, kind, :, n] for n in at] for kind in range(2)]
-                pl.when(pair > 0)(lambda: plgpu.wait_smem_to_gmem(0, wait_read_only=True))
+                when(pair > 0)(lambda: plgpu.wait_smem_to_gmem(0, wait_read_only=True))
                 for n in range(min(2, heads)):
                     # Rounded once, for all uses: on repeated keys the entries of the inverse are differences of
                     # equal numbers, and an error that all of them share would add up in W and R.
@@ -324,7 +324,7 @@ def preparation(qkv, decay, batch, *, nk, nv, key_dim, max_slots, late_r, interp
                     if not late_r:
                         r_scale = along_rows(load_vector(factors.at[slot, 1], ROW), LINE)
                         # The results of the head before, or the queries, have left their buffers.
-                        pl.when((n > 0) | wide)(lambda: plgpu.wait_smem_to_gmem(0, wait_read_only=True))
+                        when((n > 0) | wide)(lambda: plgpu.wait_smem_to_gmem(0, wait_read_only=True))
                     # Above the diagonal the ratio may overflow.
                     w = lower_part(interpret, (w_acc.read(len(r_acc)) * ratio).astype(dtype))
                     for i in range(2):

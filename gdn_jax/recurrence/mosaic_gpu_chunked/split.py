@@ -8,7 +8,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from gdn_jax._mosaic import after_previous, is_row_of, store
+from gdn_jax._mosaic import after_previous, is_row_of, store, when
 from gdn_jax._ragged import row_bounds
 from gdn_jax.recurrence.mosaic_gpu_chunked.tiles import (
     COL,
@@ -140,7 +140,7 @@ def segment_maps(qkv, kq, r, vec, slot_idx, table, *, count, dims, max_slots, in
                 plgpu.barrier_arrive(in_free.at[s])
                 return carry
 
-            @pl.when(n_chunks > 0)
+            @when(n_chunks > 0)
             def _():
                 state = tuple(jnp.where(iota((C, LINE), 1) + i * LINE == one, 1.0, 0.0) for i in range(halves))
                 unit = unit_of(*state) if wide else None
@@ -149,22 +149,22 @@ def segment_maps(qkv, kq, r, vec, slot_idx, table, *, count, dims, max_slots, in
                 state, unit = lax.fori_loop(0, n_chunks, step, (state, unit))
                 state = tuple(in_full(x, unit) for x in state)
 
-                @pl.when(is_map)
+                @when(is_map)
                 def _():
                     for i in range(halves):
                         high = state[i].astype(step_dtype)
                         for n, x in enumerate((high, state[i] - high.astype(f32))):
                             store(steps_g.at[segment, head, ((tile - value_tiles) * 2 + n) * halves + i], x)
 
-                @pl.when(jnp.logical_not(is_map))
+                @when(jnp.logical_not(is_map))
                 def _():
                     for i in range(halves):
                         store(local_g.at[segment, head, pl.ds(tile * C, C), pl.ds(i * LINE, LINE)], state[i])
 
         for m in range(tiles):
-            pl.when(wg == m)(partial(carry, m))
+            when(wg == m)(partial(carry, m))
 
-        @pl.when(wg == tiles)
+        @when(wg == tiles)
         def _():
             if interpret is None:
                 plgpu.set_max_registers(40, action="decrease")
@@ -172,7 +172,7 @@ def segment_maps(qkv, kq, r, vec, slot_idx, table, *, count, dims, max_slots, in
             def bring(n, _):
                 s = stage_of(n)
 
-                @pl.when(n >= stages)
+                @when(n >= stages)
                 def _():
                     plgpu.barrier_wait(in_free.at[s])
 
@@ -257,7 +257,7 @@ def initial_states(local, steps, states, count, interpret):
             plgpu.barrier_arrive(shared.at[buffer])
             plgpu.barrier_wait(shared.at[buffer])
             # All warpgroups are through with the step before this one.
-            pl.when((wg == 0) & (n > 0) & (n < count - 2))(lambda: bring(n + 1))
+            when((wg == 0) & (n > 0) & (n < count - 2))(lambda: bring(n + 1))
             put(n, state)
             ahead = load_local(jnp.minimum(n + 1, count - 2))
             plgpu.barrier_wait(arrived.at[buffer])
@@ -272,7 +272,7 @@ def initial_states(local, steps, states, count, interpret):
 
             return accumulate(interpret, [(C, LINE)], products), ahead
 
-        @pl.when(wg == 0)
+        @when(wg == 0)
         def _():
             for n in range(min(2, count - 1)):
                 bring(jnp.int32(n))

@@ -18,7 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
-from gdn_jax._mosaic import store
+from gdn_jax._mosaic import cond, store
 from gdn_jax.recurrence.mosaic_gpu_chunked.tiles import ROW, WGMMA, C, along_rows, copy_target, f32, i32
 from gdn_jax.recurrence.mosaic_gpu_chunked.warp import Warp, shared_address
 
@@ -164,7 +164,7 @@ def rescaled(interpret, tiles, change):
         found = llvm.inline_asm(warp.word, [differ], text, "=r,r", has_side_effects=True)
         return mgpu.FragmentedArray.splat(found, (), is_signed=True)
 
-    return lax.cond(any_change(change) != 0, multiply, lambda: tuple(tiles))  # pyright: ignore[reportCallIssue]
+    return cond(any_change(change) != 0, multiply, lambda: tuple(tiles))  # pyright: ignore[reportCallIssue]
 
 
 def in_full(x, unit):
