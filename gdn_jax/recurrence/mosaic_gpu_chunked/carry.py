@@ -236,35 +236,35 @@ def passing(qkv, pool, batch, rows, *, nk, tiles, late_r, split, interpret):
                 def wait_for(n):
                     plgpu.barrier_wait(in_bar.at[stage_of(t + 1 + n)])
 
-                def take_values(n, unit):
-                    """With float32 tokens, states and values are counted in units, so that they fit into float16.
+                def decay_of(s):
+                    return jnp.exp2(vec_s[s, (LOG_GAMMA + 1) * C - 1 - HALF])
 
-                    A value column's unit is the largest power of two that was in its state or its values so far.
-                    Returns the values, the units with these, and what to multiply with what counts in those before.
-                    """
-                    v = in_row(load_values(interpret, v_tiles.at[stage_of(t + 1 + n), m]), n)
-                    return in_units(v, unit)
+                def take_values(n, unit, bound):
+                    """With float32 tokens, states and values are counted in units, so that they fit into float16."""
+                    s = stage_of(t + 1 + n)
+                    v = in_row(load_values(interpret, v_tiles.at[s, m]), n)
+                    return in_units(interpret, v, unit, bound, decay_of(s))
 
-                def take_ahead(n, unit):
+                def take_ahead(n, unit, bound):
                     wait_for(n)
-                    return take_values(n, unit)
+                    return take_values(n, unit, bound)
 
-                unit = v = None
+                unit = bound = v = None
                 if wide:
-                    unit = unit_of(*state)
+                    unit = bound = unit_of(interpret, *state)
                     state = tuple(x * along_rows(inverse(unit), LINE) for x in state)
                     if ahead:
-                        v, unit, change = take_ahead(0, unit)
+                        v, unit, bound, change = take_ahead(0, unit, bound)
                         state = rescaled(interpret, state, change)
 
                 def step(n, carry):
-                    state, low, before, unit, v = carry
+                    state, low, before, unit, bound, v = carry
                     s = stage_of(t + 1 + n)
                     at = (t - place + n) & 1 if late_r else s  # chunks take turns in what R is made in
                     if not ahead:
                         wait_for(n)
                         if wide:
-                            v, unit, change = take_values(n, unit)
+                            v, unit, bound, change = take_values(n, unit, bound)
                             state = rescaled(interpret, state, change)
                             low = tuple(x.astype(dtype) for x in state)
 
@@ -280,7 +280,7 @@ def passing(qkv, pool, batch, rows, *, nk, tiles, late_r, split, interpret):
                             write_output(before, n - 1, s)
 
                         k_scale = along_cols(load_vector(vec_s.at[s, pl.ds(K_SCALE * C - HALF, C)], COL), C)
-                        decay = jnp.exp2(vec_s[s, (LOG_GAMMA + 1) * C - 1 - HALF])
+                        decay = decay_of(s)
                         d = in_row(now - u.read(halves) * k_scale, n).astype(dtype)
                         if late_r:
                             plgpu.barrier_wait(r_made.at[at])
@@ -291,16 +291,16 @@ def passing(qkv, pool, batch, rows, *, nk, tiles, late_r, split, interpret):
                         o.set(q.read(halves) * q_scale)
                         for i in range(2):
                             o.mma(d[:, i * HALF : (i + 1) * HALF], tr(w_s.at[s, i]))
-                        after = None, unit, None
+                        after = None, unit, bound, None
                         if ahead:
-                            none = v, unit, zero_tile((C,), f32, ROW) + 1.0
-                            after = lax.cond(n < n_chunks - 1, partial(take_ahead, n + 1, unit), lambda: none)
-                        v_new, unit_new, change = after
+                            none = v, unit, bound, zero_tile((C,), f32, ROW) + 1.0
+                            after = lax.cond(n < n_chunks - 1, partial(take_ahead, n + 1, unit, bound), lambda: none)
+                        v_new, unit_new, bound_new, change = after
                         state_new = tuple(x.read(1) for x in s_new)
                         if ahead:
                             state_new = rescaled(interpret, state_new, change)
                         low_new = tuple(x.astype(dtype) for x in state_new)
-                        return state_new, low_new, (o.read().astype(dtype), unit), unit_new, v_new
+                        return state_new, low_new, (o.read().astype(dtype), unit), unit_new, bound_new, v_new
 
                     shapes = [(C, C)] * 3 + [(C, LINE)] * halves
                     carry = accumulate(interpret, shapes, chunk)
@@ -314,8 +314,8 @@ def passing(qkv, pool, batch, rows, *, nk, tiles, late_r, split, interpret):
                     return carry
 
                 low = tuple(x.astype(dtype) for x in state)
-                carry = (state, low, (zero_tile((C, C), dtype), unit), unit, v)
-                state, _, last_output, unit, _ = lax.fori_loop(0, n_chunks, step, carry)
+                carry = (state, low, (zero_tile((C, C), dtype), unit), unit, bound, v)
+                state, _, last_output, unit, *_ = lax.fori_loop(0, n_chunks, step, carry)
 
                 # The last output, too, leaves through the values of its chunk.
                 s = stage_of(t + n_chunks)

@@ -110,29 +110,29 @@ def segment_maps(qkv, kq, r, vec, slot_idx, table, *, count, dims, max_slots, in
             one = iota((C, LINE), 0) + (tile - value_tiles) * C  # where a column of the identity has its 1
 
             def step(n, carry):
-                state, unit = carry
+                state, unit, bound = carry
                 s = stage_of(n)
                 plgpu.barrier_wait(in_bar.at[s])
 
-                def chunk(u, *s_new, unit=unit):
+                def chunk(u, *s_new, unit=unit, bound=bound):
                     for i in range(halves):
                         u.mma(state[i].astype(dtype), k_tiles.at[s, i].transpose((1, 0)))
                     v = load_values(interpret, v_tiles.at[s, m])
                     v = jnp.where(is_map, zero_tile((C, C), f32), v)
+                    decay = jnp.exp2(vec_s[s, (LOG_GAMMA + 1) * C - 1])
                     change = None
                     if wide:
-                        v, unit, change = in_units(v, unit)
+                        v, unit, bound, change = in_units(interpret, v, unit, bound, decay)
 
                     def changed(x):
                         return x * along_rows(change, x.shape[1]) if wide else x
 
                     k_scale = along_cols(load_vector(vec_s.at[s, pl.ds(K_SCALE * C, C)], COL), C)
-                    decay = jnp.exp2(vec_s[s, (LOG_GAMMA + 1) * C - 1])
                     d = (v - changed(u.read()) * k_scale).astype(dtype)
                     for i in range(halves):
                         s_new[i].set(changed(state[i]) * decay)
                         s_new[i].mma(d, r_s.at[s, i])
-                    return tuple(x.read() for x in s_new), unit
+                    return tuple(x.read() for x in s_new), unit, bound
 
                 carry = accumulate(interpret, [(C, C)] + [(C, LINE)] * halves, chunk)
                 if interpret is not None:
@@ -143,10 +143,10 @@ def segment_maps(qkv, kq, r, vec, slot_idx, table, *, count, dims, max_slots, in
             @pl.when(n_chunks > 0)
             def _():
                 state = tuple(jnp.where(iota((C, LINE), 1) + i * LINE == one, 1.0, 0.0) for i in range(halves))
-                unit = unit_of(*state) if wide else None
+                unit = unit_of(interpret, *state) if wide else None
                 if unit is not None:
                     state = tuple(x * along_rows(inverse(unit), LINE) for x in state)
-                state, unit = lax.fori_loop(0, n_chunks, step, (state, unit))
+                state, unit, _ = lax.fori_loop(0, n_chunks, step, (state, unit, unit))
                 state = tuple(in_full(x, unit) for x in state)
 
                 @pl.when(is_map)

@@ -20,7 +20,7 @@ from jaxlib.mlir.dialects import arith, llvm, vector
 
 from gdn_jax._mosaic import store
 from gdn_jax.recurrence.mosaic_gpu_chunked.tiles import ROW, WGMMA, C, along_rows, copy_target, f32, i32
-from gdn_jax.recurrence.mosaic_gpu_chunked.warp import Warp, shared_address
+from gdn_jax.recurrence.mosaic_gpu_chunked.warp import Warp, row_vector, shared_address
 
 
 def value_parts(dtype):
@@ -134,14 +134,30 @@ def _places(memory, swizzled):
     return places
 
 
-def in_units(v, unit):
-    """(v, unit, change): float32 values counted in units of their rows, which are now at least those of the values.
+def in_units(interpret, v, unit, bound, decay):
+    """float32 values of a chunk counted in units of their rows, powers of two that follow states and values.
 
-    `change` is what to multiply with what counts in the units before. Units never shrink: what is much less than the
-    largest that a row has had in a column is rounded to what float16 can tell from zero beside that.
+    A unit grows to the largest value, and falls where that and the state are less than a sixteenth of it. How large the
+    state is at most follows from what it began with, its values and its decays; it can be larger only by the root of
+    the number of its tokens, for which float16 has room. As values may come after the decays of their chunk, these
+    count for what was there before the chunk.
+
+    Args:
+        v: the values.
+        unit: of the chunk before.
+        bound: on the state before this chunk.
+        decay: of this chunk, a scalar.
+
+    Returns:
+        (v, unit, bound, change): in the units returned, with the bound on the state after the chunk. `change` is what
+        to multiply with what counts in the units before.
     """
-    new = jnp.maximum(unit, unit_of(v))
-    return v * along_rows(inverse(new), C), new, unit * inverse(new)
+    largest = _largest(interpret, v)
+    needed, now = _unit_bits(jnp.maximum(largest, bound)), _exponent_bits(unit)
+    fallen = jnp.maximum(needed, now - (126 << 23))  # so that `change` is finite
+    new = jnp.where(now - (4 << 23) > needed, fallen, jnp.maximum(needed, now))
+    new = lax.bitcast_convert_type(new, f32)
+    return v * along_rows(inverse(new), C), new, jnp.maximum(bound * decay, largest), unit * inverse(new)
 
 
 def rescaled(interpret, tiles, change):
@@ -172,10 +188,38 @@ def in_full(x, unit):
     return x if unit is None else x.astype(f32) * along_rows(unit, x.shape[1])
 
 
-def unit_of(*tiles):
+def unit_of(interpret, *tiles):
     """The largest power of two in each row of these tiles, float32 [C]: one that has an inverse in float32."""
-    largest = reduce(jnp.maximum, [jnp.max(jnp.abs(x), axis=1) for x in tiles])
-    return lax.bitcast_convert_type(jnp.clip(_exponent_bits(largest), 1 << 23, 253 << 23), f32)
+    return lax.bitcast_convert_type(_unit_bits(_largest(interpret, *tiles)), f32)
+
+
+def _largest(interpret, *tiles) -> Any:
+    """The largest size in each row of float32 tiles, NaN aside: four lanes have a row."""
+    if interpret is not None:
+        return reduce(jnp.fmax, [jnp.max(jnp.where(x != x, 0.0, jnp.abs(x)), axis=1) for x in tiles])
+
+    @plgpu.inline_mgpu(
+        arg_types=(WGMMA,) * len(tiles), return_type=plgpu.ShapeDtypeStruct((C,), jnp.dtype(f32), layout=ROW)
+    )
+    def find(_, *tiles):
+        single, found = ir.F32Type.get(), []
+        for lower in range(2):
+            largest = arith.constant(single, 0.0)
+            for register in [r for tile in tiles for r in tile.registers.flat[lower::2]]:
+                for i in range(2):
+                    text, x = "{ .reg .f32 x; abs.f32 x, $2; max.f32 $0, $1, x; }", vector.extract(register, [], [i])
+                    largest = llvm.inline_asm(single, [largest, x], text, "=f,f,f", has_side_effects=False)
+            for distance in (1, 2):
+                text = f"{{ .reg .f32 x; shfl.sync.bfly.b32 x, $1, {distance}, 31, 0xffffffff; max.f32 $0, $1, x; }}"
+                largest = llvm.inline_asm(single, [largest], text, "=f,f", has_side_effects=True)
+            found.append(largest)
+        return row_vector(found)
+
+    return find(*tiles)  # pyright: ignore[reportCallIssue]
+
+
+def _unit_bits(largest):
+    return jnp.clip(_exponent_bits(largest), 1 << 23, 253 << 23)
 
 
 def _exponent_bits(x):
