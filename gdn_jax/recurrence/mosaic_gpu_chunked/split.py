@@ -42,7 +42,9 @@ from gdn_jax.recurrence.mosaic_gpu_chunked.values import (
     in_full,
     in_units,
     inverse,
+    load_paired,
     load_values,
+    store_paired,
     unit_of,
     value_aliases,
     value_buffer,
@@ -67,9 +69,10 @@ def segment_maps(qkv, kq, r, vec, slot_idx, table, *, count, dims, max_slots, in
     """What segments do to the state, as (local, steps): only of the segments that another one follows.
 
     `local`, float32 [B * count, nv, VD, KD], is the transposed state that a segment leaves behind when it starts from
-    zeros. `steps` are the states that the unit vectors become with values of zero, transposed: the map from the state
-    before the segment to its share in the state after it. They are sums of two arrays of 16 bits, in tiles:
-    [B * count, nv, (KD / LINE) * 2 * (KD / LINE), LINE, LINE], by rows of tiles, the array, and columns.
+    zeros, with rows as `load_values` has them. `steps` are the states that the unit vectors become with values of zero,
+    transposed: the map from the state before the segment to its share in the state after it. They are sums of two
+    arrays of 16 bits, in tiles: [B * count, nv, (KD / LINE) * 2 * (KD / LINE), LINE, LINE], by rows of tiles, the
+    array, and columns.
     """
     nk, nv, key_dim, value_dim = dims
     group = nv // nk
@@ -224,15 +227,17 @@ def segment_maps(qkv, kq, r, vec, slot_idx, table, *, count, dims, max_slots, in
     return kernel(qkv, kq, r, vec, slot_idx, table)
 
 
-def initial_states(local, steps, states, count, interpret):
+def initial_states(local, steps, states, count, wide, interpret):
     """The states before all segments, float32 [B * count, nv, KD, VD], from `segment_maps` and the rows' own.
 
-    One CTA per (row, value head, 64 value columns) takes one step after the other, a warpgroup per 64 keys. States and
-    maps are sums of two 16-bit arrays, of whose products only that of the two small ones is left out.
+    With `wide` (float32) tokens, `load_values` has left the rows of `local` in an order of its own. One CTA per (row,
+    value head, 64 value columns) takes one step after the other, a warpgroup per 64 keys. States and maps are sums of
+    two 16-bit arrays, of whose products only that of the two small ones is left out.
     """
     batch, nv, key_dim, value_dim = states.shape
     halves = key_dim // LINE
     dtype = steps.dtype
+    load_state, store_state = (load_paired, store_paired) if wide else (load_transposed, store_transposed)
 
     def body(local_g, steps_g, states_g, out_g, steps_s, parts_s, arrived, shared):
         b, head, column, wg = [lax.axis_index(name) for name in ("row", "head", "column", "wg")]
@@ -245,7 +250,7 @@ def initial_states(local, steps, states, count, interpret):
             return load_vector(local_g.at[b * count + n, head, columns, keys], WGMMA)
 
         def put(n, state):
-            store_transposed(interpret, out_g.at[b * count + n, head, keys, columns], state)
+            store_state(interpret, out_g.at[b * count + n, head, keys, columns], state)
 
         def step(n, carry):
             state, added = carry
@@ -277,7 +282,7 @@ def initial_states(local, steps, states, count, interpret):
             for n in range(min(2, count - 1)):
                 bring(jnp.int32(n))
 
-        state = load_transposed(interpret, states_g.at[b, head, keys, columns])
+        state = load_state(interpret, states_g.at[b, head, keys, columns])
         state, _ = lax.fori_loop(0, count - 1, step, (state, load_local(0)))
         put(count - 1, state)
 

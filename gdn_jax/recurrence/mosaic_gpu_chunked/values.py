@@ -3,7 +3,7 @@
 A tile is [C, C], tokens by channels. It lies in parts of columns, [parts, C, C / parts], whose rows are one 128-byte
 swizzle line each, so that bulk copies fill and drain them at any token (`copy_target`). Where states are carried, the
 tile is needed transposed, in the layout WGMMA. For 16 bits there are instructions that transpose; with float32 a lane
-accesses single words: 8 channels of 4 tokens a warp, which the swizzle spreads over all banks.
+accesses pairs of channels: 8 pairs of 4 tokens a warp, which the swizzle spreads over all banks.
 """
 
 from functools import reduce
@@ -16,10 +16,20 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, vector
+from jaxlib.mlir.dialects import arith, llvm, memref, vector
 
 from gdn_jax._mosaic import store
-from gdn_jax.recurrence.mosaic_gpu_chunked.tiles import ROW, WGMMA, C, along_rows, copy_target, f32, i32
+from gdn_jax.recurrence.mosaic_gpu_chunked.tiles import (
+    ROW,
+    WGMMA,
+    C,
+    along_rows,
+    copy_target,
+    f32,
+    i32,
+    load_transposed,
+    store_transposed,
+)
 from gdn_jax.recurrence.mosaic_gpu_chunked.warp import Warp, row_vector, shared_address
 
 
@@ -65,13 +75,8 @@ def load_values(interpret, tile) -> Any:
         arg_types=(plgpu.RefType(),), return_type=plgpu.ShapeDtypeStruct((C, C), jnp.dtype(f32), layout=WGMMA)
     )
     def load(_, memory):
-        single, pair = ir.F32Type.get(), ir.VectorType.get((2,), ir.F32Type.get())
-        registers = np.empty(WGMMA.to_mgpu().registers_shape((C, C)), dtype=object)
-        registers.flat[:] = [
-            vector.from_elements(pair, [llvm.load(single, place) for place in places])
-            for places in _places(memory, swizzled=True)
-        ]
-        return mgpu.FragmentedArray(_registers=registers, _layout=WGMMA.to_mgpu(), _is_signed=None)
+        pair = ir.VectorType.get((2,), ir.F32Type.get())
+        return _from_pairs([llvm.load(pair, x, alignment=8) for x in _places(memory, swizzled=True)], (C, C))
 
     return load(tile)  # pyright: ignore[reportCallIssue]
 
@@ -92,46 +97,118 @@ def store_values(interpret, tile, value, *, swizzled=True) -> None:
 
     @plgpu.inline_mgpu(arg_types=(WGMMA, plgpu.RefType()))
     def put(_, value, memory):
-        for register, places in zip(value.registers.flat, _places(memory, swizzled), strict=True):
-            for i, place in enumerate(places):
-                llvm.store(vector.extract(register, [], [i]), place)
+        for x, place in zip(_to_pairs(value), _places(memory, swizzled), strict=True):
+            llvm.store(x, place, alignment=8)
 
     put(value, tile)  # pyright: ignore[reportCallIssue]
 
 
 def _places(memory, swizzled):
-    """Pointers to what a lane has of a transposed float32 tile in the layout WGMMA, by its registers of two."""
+    """Pointers to the pairs of channels that a lane has of a float32 tile: of its two tokens of all blocks of eight."""
     warp = Warp()
     number, single = warp.number, ir.F32Type.get()
     pointer = ir.Type.parse("!llvm.ptr<3>")
-    # A register's channel is 16 warp + 8 lower + row, its tokens 8 n + column and the next one. A part has 32 channels,
-    # of which four are 16 bytes; the swizzle flips the number of those by the token.
+    # The pair begins at channel 16 warp + 2 row. A part has 32 channels, of which four are 16 bytes; the swizzle flips
+    # the number of those by the token.
     row, column, odd_warp = warp.row, warp.column, arith.andi(warp.index, number(1))
     base = arith.addi(shared_address(memory), arith.muli(arith.shrui(warp.index, number(1)), number(C * 128)))
     base = arith.addi(
-        base, arith.addi(arith.shli(column, number(7)), arith.shli(arith.andi(row, number(3)), number(2)))
+        base, arith.addi(arith.shli(column, number(7)), arith.shli(arith.andi(row, number(1)), number(3)))
     )
-    piece = arith.addi(arith.shli(odd_warp, number(2)), arith.shrui(row, number(2)))
+    piece = arith.addi(arith.shli(odd_warp, number(2)), arith.shrui(row, number(1)))
     if swizzled:
         piece = arith.xori(piece, column)
-
-    def start(lower, token):
-        flipped = arith.xori(piece, number(2 * lower + (token if swizzled else 0)))
+    starts = []
+    for token in range(2):
+        flipped = arith.xori(piece, number(token if swizzled else 0))
         address = arith.addi(base, arith.addi(arith.shli(flipped, number(4)), number(128 * token)))
-        return llvm.inttoptr(pointer, address)
+        starts.append(llvm.inttoptr(pointer, address))
+    return [
+        llvm.getelementptr(pointer, x, [], [n * 8 * 128 // 4], single, llvm.GEPNoWrapFlags.none)
+        for n in range(C // 8)
+        for x in starts
+    ]
 
-    starts = [[start(lower, token) for token in range(2)] for lower in range(2)]
-    places = []
-    for n in range(0, C // 8, 2):  # blocks of 16 x 16, their quarters as `Warp` says
-        for quarter in range(4):
-            distance = (n + quarter // 2) * 8 * 128 // 4
-            places.append(
-                [
-                    llvm.getelementptr(pointer, x, [], [distance], single, llvm.GEPNoWrapFlags.none)
-                    for x in starts[quarter % 2]
-                ]
-            )
-    return places
+
+def _from_pairs(pairs, shape):
+    """An array in the layout WGMMA from what a lane has of neighbouring rows, by its columns in ascending order.
+
+    Of 16 rows a lane has two in that layout, eight apart. Here these are channels 2 n and 2 n + 1, so that one access
+    brings both: a state's rows are not in the order of the channels, which matters to no product.
+    """
+    kind = ir.VectorType.get((2,), ir.F32Type.get())
+    registers = np.empty(WGMMA.to_mgpu().registers_shape(shape), dtype=object)
+    registers.flat[:] = [
+        vector.from_elements(kind, [vector.extract(x, [], [row]) for x in columns])
+        for columns in zip(pairs[::2], pairs[1::2], strict=True)
+        for row in range(2)
+    ]
+    return mgpu.FragmentedArray(_registers=registers, _layout=WGMMA.to_mgpu(), _is_signed=None)
+
+
+def _to_pairs(array):
+    """The inverse of `_from_pairs`."""
+    kind, registers = ir.VectorType.get((2,), ir.F32Type.get()), list(array.registers.flat)
+    return [
+        vector.from_elements(kind, [vector.extract(x, [], [column]) for x in rows])
+        for rows in zip(registers[::2], registers[1::2], strict=True)
+        for column in range(2)
+    ]
+
+
+def load_paired(interpret, ref) -> Any:
+    """`load_transposed` with the rows as `load_values` has them with float32 tokens."""
+    if interpret is not None:
+        return load_transposed(interpret, ref)
+    m, n = ref.shape
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(),), return_type=plgpu.ShapeDtypeStruct((n, m), jnp.dtype(f32), layout=WGMMA)
+    )
+    def load(_, source):
+        dtype = ir.MemRefType(source.type).element_type
+        stored, wide = [ir.VectorType.get((2,), x) for x in (dtype, ir.F32Type.get())]
+        loaded = [llvm.load(stored, x, alignment=2 * mgpu.bytewidth(dtype)) for x in _state_places(source)]
+        return _from_pairs([x if stored == wide else arith.extf(wide, x) for x in loaded], (n, m))
+
+    return load(ref)  # pyright: ignore[reportCallIssue]
+
+
+def store_paired(interpret, ref, value) -> None:
+    """The inverse of `load_paired`, rounding to the dtype of `ref`."""
+    if interpret is not None:
+        store_transposed(interpret, ref, value)
+        return
+
+    @plgpu.inline_mgpu(arg_types=(WGMMA, plgpu.RefType()))
+    def put(_, value, target):
+        dtype = ir.MemRefType(target.type).element_type
+        stored = ir.VectorType.get((2,), dtype)
+        for x, place in zip(_to_pairs(value), _state_places(target), strict=True):
+            x = x if x.type == stored else arith.truncf(stored, x)
+            llvm.store(x, place, alignment=2 * mgpu.bytewidth(dtype))
+
+    put(value, ref)  # pyright: ignore[reportCallIssue]
+
+
+def _state_places(memory):
+    """Pointers to the pairs of channels that a lane has of [m, C] in global or shared memory, by its m / 4 rows."""
+    warp, kind = Warp(), ir.MemRefType(memory.type)
+    (stride, _), _ = kind.get_strides_and_offset()
+    base, offset, *_ = memref.extract_strided_metadata(memory)
+    word = ir.IntegerType.get_signless(64)
+    first = arith.addi(arith.shli(warp.index, warp.number(4)), arith.shli(warp.row, warp.number(1)))
+    first = arith.addi(arith.muli(warp.column, warp.number(stride)), first)
+    first = arith.addi(arith.index_cast(word, offset), arith.extui(word, first))
+    size = arith.constant(word, mgpu.bytewidth(kind.element_type))
+    address = arith.index_cast(word, memref.extract_aligned_pointer_as_index(base))
+    pointer = ir.Type.parse("!llvm.ptr<1>" if kind.memory_space is None else "!llvm.ptr<3>")
+    start = llvm.inttoptr(pointer, arith.addi(address, arith.muli(first, size)))
+    return [
+        llvm.getelementptr(pointer, start, [], [(8 * n + i) * stride], kind.element_type, llvm.GEPNoWrapFlags.none)
+        for n in range(kind.shape[0] // 8)
+        for i in range(2)
+    ]
 
 
 def in_units(interpret, v, unit, bound, decay):
