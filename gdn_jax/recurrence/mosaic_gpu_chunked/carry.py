@@ -81,7 +81,7 @@ def passing(qkv, pool, batch, rows, *, nk, tiles, late_r, split, interpret):
     parts = value_parts(qkv.dtype)
     width = tiles * C
     # Registers a thread, of 65536 a CTA: accumulators where the products are, few where only copies are issued.
-    math_registers = 208 if late_r else 232 if tiles == 2 else 240
+    math_registers = 208 if late_r else 232 if tiles == 2 else 248 if tight else 240
     making_registers, copying_registers = (72, 24) if late_r else (0, 40)
     load_state, store_state = (load_paired, store_paired) if wide else (load_transposed, store_transposed)
     blocks = tiles * key_dim // ROWS  # of [ROWS, C], that a state is copied in
@@ -345,7 +345,7 @@ def passing(qkv, pool, batch, rows, *, nk, tiles, late_r, split, interpret):
 
                 low = () if tight else tuple(x.astype(dtype) for x in state)
                 carry = (state, low, (zero_tile((C, C), dtype), unit), unit, bound, v)
-                state, _, last_output, unit, *_ = lax.fori_loop(0, n_chunks, step, carry)
+                state, _, last_output, unit, _, _ = lax.fori_loop(0, n_chunks, step, carry)
 
                 # The last output, too, leaves through the values of its chunk.
                 s = stage_of(t + n_chunks)
