@@ -104,10 +104,19 @@ def test_cases(name):
 
 
 @pytest.mark.parametrize(
-    ("key_dim", "options"), [(64, {}), (128, {"tokens": "float16"}), (128, {"tokens": "float32", "pool": "bfloat16"})]
+    ("key_dim", "options"),
+    [
+        (64, {}),
+        (128, {"tokens": "float16"}),
+        (128, {"tokens": "float32", "pool": "bfloat16"}),
+        (256, {"tokens": "float32"}),
+    ],
 )
 def test_full_chip(monkeypatch, key_dim, options):
-    """What many rows run: the second kernel has two value tiles, makes R and carries one state after the other."""
+    """What many rows run: the second kernel has two value tiles, makes R and carries one state after the other.
+
+    With 256 keys it has one tile and makes no R, and with float32 tokens one stage of values.
+    """
     for module in (chunked, carry, prepare):
         monkeypatch.setattr(module, "SMS", 1)
     args = make([70, 0, 200, 5, 64], (1, 2, key_dim, 128), [1, 3, 0, 9, 2], extra=3, first=2, fresh=(2,), **options)
@@ -317,6 +326,13 @@ SIZES = {
     "float32": {"lengths": [900, 200], "heads": FULL, "slots": [1, 0], "tokens": "float32"},
     "wide": {"lengths": [300, 1, 64], "heads": (4, 8, 256, 256), "slots": [1, 7, 0], "tokens": "float16"},
     "wide, float32": {"lengths": [300, 1, 64], "heads": (4, 8, 256, 128), "slots": [1, 7, 0], "tokens": "float32"},
+    "wide, many rows, float32": {
+        "lengths": [65, 200, 1, 0] * 10,
+        "heads": (4, 8, 256, 128),
+        "slots": [*range(37), 90, 38, 39],
+        "tokens": "float32",
+        "fresh": (1, 5),
+    },
     "split, float32": {"lengths": [6205], "heads": (2, 8, 128, 128), "slots": [0], "tokens": "float32"},
     "many rows, float32": {
         "lengths": [65, 200, 1, 0] * 10,

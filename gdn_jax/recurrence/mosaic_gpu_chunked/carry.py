@@ -422,6 +422,8 @@ def passing(qkv, pool, batch, rows, *, nk, tiles, late_r, split, interpret):
             key_head = lax.div(head, i32(group))
             first_column = column * width
             s0 = claim(t)
+            if tight:  # states take a turn of the buffer of values, too: tokens of padding are zeroed through it
+                pl.when(t > 0)(lambda: plgpu.barrier_wait(values_free))
             reads = (n_chunks > 0) & (has_state != 0)
 
             @pl.when(reads)
@@ -437,9 +439,6 @@ def passing(qkv, pool, batch, rows, *, nk, tiles, late_r, split, interpret):
             def _():
                 for _ in range(blocks):
                     plgpu.barrier_arrive(state_in.at[s0])
-
-            if tight:  # outputs leave through the buffer of values, also where a row has none: it is taken in turns
-                pl.when(t > 0)(lambda: plgpu.barrier_wait(values_free))
 
             def bring(n, _):
                 if await_item is not None:  # while there is no room yet
