@@ -319,7 +319,9 @@ def passing(qkv, pool, batch, rows, *, nk, tiles, late_r, split, interpret):
                         for i in range(2):
                             o.mma(d[:, i * HALF : (i + 1) * HALF], tr(w_s.at[s, i]))
                         if tight:
-                            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # all four warps have read the values
+                            if interpret is not None:
+                                plgpu.commit_smem()  # there it is no barrier
                             pl.when(n < n_chunks - 1)(free_values)
                         after = None, unit, bound, None
                         if ahead:
