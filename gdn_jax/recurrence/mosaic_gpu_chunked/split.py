@@ -46,7 +46,6 @@ from gdn_jax.recurrence.mosaic_gpu_chunked.values import (
     load_values,
     store_paired,
     unit_of,
-    value_aliases,
     value_buffer,
     value_parts,
 )
@@ -91,7 +90,7 @@ def segment_maps(qkv, kq, r, vec, slot_idx, table, *, count, dims, max_slots, in
         k_u, v_u, r_s, vec_s, in_bar, in_free, done,
     ):  # fmt: skip
         k_rows, k_tiles = aliases_of(interpret, k_u)
-        v_rows, v_tiles, _ = value_aliases(interpret, v_u)
+        v_rows, v_tiles = (v_u, v_u) if interpret is not None else [alias for (alias,) in v_u[:2]]
         segment, head, column = [lax.axis_index(name) for name in ("segment", "head", "column")]
         key_head = lax.div(head, i32(group))
         wg = lax.axis_index("wg")

@@ -51,11 +51,6 @@ def value_buffer(interpret, tiles, dtype):
     return plgpu.RefUnion([plgpu.SMEM(shape, dtype, transforms=transforms)], [plain], [plain])
 
 
-def value_aliases(interpret, buffer):
-    """Of a `value_buffer`."""
-    return (buffer,) * 3 if interpret is not None else tuple(alias for (alias,) in buffer[:3])
-
-
 def bring_values(tokens, first, channel, tile, barrier):
     """Starts the copies of a tile, `value_parts` of them, from global memory; `tile`: the first alias."""
     parts, count, width = tile.shape
