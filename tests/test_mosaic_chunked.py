@@ -104,10 +104,19 @@ def test_cases(name):
 
 
 @pytest.mark.parametrize(
-    ("key_dim", "options"), [(64, {}), (128, {"tokens": "float16"}), (128, {"tokens": "float32", "pool": "bfloat16"})]
+    ("key_dim", "options"),
+    [
+        (64, {}),
+        (128, {"tokens": "float16"}),
+        (128, {"tokens": "float32", "pool": "bfloat16"}),
+        (256, {"tokens": "float32"}),
+    ],
 )
 def test_full_chip(monkeypatch, key_dim, options):
-    """What many rows run: the second kernel has two value tiles, makes R and carries one state after the other."""
+    """What many rows run: the second kernel has two value tiles, makes R and carries one state after the other.
+
+    With 256 keys it has one tile and makes no R, and with float32 tokens one stage of values.
+    """
     for module in (chunked, carry, prepare):
         monkeypatch.setattr(module, "SMS", 1)
     args = make([70, 0, 200, 5, 64], (1, 2, key_dim, 128), [1, 3, 0, 9, 2], extra=3, first=2, fresh=(2,), **options)
@@ -174,6 +183,46 @@ def test_any_size_of_values(size, grow):
     for row, tokens in enumerate((slice(66), slice(66, None))):
         assert_close(np.asarray(out)[tokens], expected[tokens], 1e-3, "outputs")
         assert_close(np.asarray(pool)[row], states[row], 1e-3, "states")
+
+
+LARGE, SETTLED = 1e7, 192  # tokens until what is large has decayed
+
+
+def large_at_first(what, **options):
+    """float32 tokens of rows whose state, or first values, are large and then decay: below 1e-18 of them is left."""
+    args = make(**options, tokens="float32")
+    heads = shapes.Heads(*options["heads"])
+    keys = 2 * heads.num_key_heads * heads.key_head_dim
+    for start, end in oracle.row_bounds(args[5], args[0].shape[0]):
+        at = slice(start, min(start + SETTLED, end))
+        args[1] = args[1].at[at].multiply(0.8)
+        if what == "values":
+            args[0] = args[0].at[start : min(start + 40, end), keys:].multiply(LARGE)
+    if what == "state":
+        args[3] = args[3] * LARGE
+    return args
+
+
+def check_settled(args, out, pool):
+    """Errors are relative to what is small by then."""
+    expected, states = oracle.recurrence(*args)
+    for b, (start, end) in enumerate(oracle.row_bounds(args[5], args[0].shape[0])):
+        if end - start > SETTLED + 64:
+            late = slice(start + SETTLED, end)
+            assert_close(
+                np.asarray(out)[late], expected[late], OUTPUT_BUDGET["chunked", "float32"], f"outputs of row {b}"
+            )
+            slot = int(args[4][b])
+            assert_close(np.asarray(pool)[slot], states[slot], 1e-3, f"state of row {b}")
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("what", ["state", "values"])
+def test_small_after_large(monkeypatch, what, split):
+    if split:
+        monkeypatch.setattr(chunked, "_num_segments", lambda *_: 3)
+    args = large_at_first(what, lengths=[300, 70], heads=(1, 1, 64, 64), slots=[0, 1])
+    check_settled(args, *interpreted(*args, interpret=plgpu.InterpretGPUParams()))
 
 
 @pytest.mark.parametrize("run", [pytest.param("interpreted"), pytest.param("compiled", marks=pytest.mark.gpu)])
@@ -277,6 +326,13 @@ SIZES = {
     "float32": {"lengths": [900, 200], "heads": FULL, "slots": [1, 0], "tokens": "float32"},
     "wide": {"lengths": [300, 1, 64], "heads": (4, 8, 256, 256), "slots": [1, 7, 0], "tokens": "float16"},
     "wide, float32": {"lengths": [300, 1, 64], "heads": (4, 8, 256, 128), "slots": [1, 7, 0], "tokens": "float32"},
+    "wide, many rows, float32": {
+        "lengths": [65, 200, 1, 0] * 10,
+        "heads": (4, 8, 256, 128),
+        "slots": [*range(37), -1, 38, 39],
+        "tokens": "float32",
+        "fresh": (1, 5),
+    },
     "split, float32": {"lengths": [6205], "heads": (2, 8, 128, 128), "slots": [0], "tokens": "float32"},
     "many rows, float32": {
         "lengths": [65, 200, 1, 0] * 10,
@@ -305,6 +361,14 @@ def test_slow_decays(size):
     decay = np.random.default_rng(1).uniform(0.999, 1.0, args[1].shape)
     args[1] = jnp.asarray(decay, jnp.float32)
     check(args, *compiled(*args))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("what", ["state", "values"])
+@pytest.mark.parametrize("size", [name for name in SIZES if SIZES[name].get("tokens") == "float32"])
+def test_small_after_large_on_a_gpu(size, what):
+    args = large_at_first(what, **{k: v for k, v in SIZES[size].items() if k != "tokens"})
+    check_settled(args, *compiled(*args))
 
 
 @pytest.mark.gpu

@@ -128,7 +128,7 @@ def recurrence(
             )  # fmt: skip
             live = is_live(slot_idx, recurrent_state.shape[0])
             states = read_rows(recurrent_state, slot_idx, live & has_initial_state)
-            split = segments, initial_states(local, steps, states, count, interpret)
+            split = segments, initial_states(local, steps, states, count, wide, interpret)
         pool = jax.new_ref(recurrent_state)
         out = run_pass(
             qkv, kq, w, r, vec, slot_idx, offsets, table, pool,

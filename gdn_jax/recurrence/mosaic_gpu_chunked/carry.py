@@ -32,6 +32,7 @@ from gdn_jax.recurrence.mosaic_gpu_chunked.tiles import (
     aliases_of,
     along_cols,
     along_rows,
+    await_products,
     copy_target,
     f16,
     f32,
@@ -51,8 +52,10 @@ from gdn_jax.recurrence.mosaic_gpu_chunked.values import (
     in_full,
     in_units,
     inverse,
+    load_paired,
     load_values,
     rescaled,
+    store_paired,
     store_values,
     unit_of,
     value_buffer,
@@ -71,13 +74,16 @@ def passing(qkv, pool, batch, rows, *, nk, tiles, late_r, split, interpret):
     halves = key_dim // LINE
     wide = qkv.dtype == f32
     stages = num_stages(key_dim, tiles, wide)
-    ahead = wide and stages > 1  # values are taken a chunk ahead
+    # With float32 values and 256 keys registers are short, and there is room for one stage of values only.
+    tight = wide and key_dim == 256
+    ahead = wide and not tight  # values are taken a chunk ahead
     dtype = f16 if wide else qkv.dtype
     parts = value_parts(qkv.dtype)
     width = tiles * C
     # Registers a thread, of 65536 a CTA: accumulators where the products are, few where only copies are issued.
-    math_registers = 208 if late_r else 232 if tiles == 2 else 240
+    math_registers = 208 if late_r else 232 if tiles == 2 else 248 if tight else 240
     making_registers, copying_registers = (72, 24) if late_r else (0, 40)
+    load_state, store_state = (load_paired, store_paired) if wide else (load_transposed, store_transposed)
     blocks = tiles * key_dim // ROWS  # of [ROWS, C], that a state is copied in
 
     def work(operands, buffers, wg, count, pair_of, await_item=None):
@@ -86,6 +92,8 @@ def passing(qkv, pool, batch, rows, *, nk, tiles, late_r, split, interpret):
         (q_rows, q_tiles), (k_rows, k_tiles), (v_rows, v_tiles, v_plain), r_s, state_s, w_s, vec_s, *others = buffers
         if late_r:
             x_s, keys_s, in_bar, state_in, in_free, r_made, r_free, done = others
+        elif tight:
+            in_bar, state_in, in_free, values_in, values_free, done = others
         else:
             in_bar, state_in, in_free, done = others
 
@@ -123,6 +131,13 @@ def passing(qkv, pool, batch, rows, *, nk, tiles, late_r, split, interpret):
 
         def stage_of(n):
             return lax.rem(n, i32(stages))
+
+        def of_values(ref, s, m):
+            return ref.at[0 if tight else s, m]
+
+        def free_values():
+            if tight:
+                plgpu.barrier_arrive(values_free)
 
         def tr(ref):
             return ref.transpose((1, 0))
@@ -203,7 +218,7 @@ def passing(qkv, pool, batch, rows, *, nk, tiles, late_r, split, interpret):
                 return pool_g.at[slot, head, pl.ds(i * LINE, LINE), columns]
 
             def loaded(i):
-                return jnp.concatenate([load_transposed(interpret, ref) for ref in state_blocks(s0, m, i)], axis=1)
+                return jnp.concatenate([load_state(interpret, ref) for ref in state_blocks(s0, m, i)], axis=1)
 
             def release(s):
                 plgpu.commit_smem()  # all four warps have read it
@@ -211,6 +226,7 @@ def passing(qkv, pool, batch, rows, *, nk, tiles, late_r, split, interpret):
                     w_s.at[s, 1][...] = zero_tile((C, HALF), dtype)
                     plgpu.commit_smem()
                 plgpu.barrier_arrive(in_free.at[s])
+                free_values()
 
             @when(n_chunks > 0)
             def _():
@@ -223,65 +239,76 @@ def passing(qkv, pool, batch, rows, *, nk, tiles, late_r, split, interpret):
 
                 def write_output(output, n, s):
                     """Through the buffer of values of chunk n + 1: a warp has read just what it overwrites."""
-                    store_values(interpret, v_tiles.at[s, m], in_full(*output))
+                    store_values(interpret, of_values(v_tiles, s, m), in_full(*output))
                     plgpu.commit_smem()
-                    send(v_rows.at[s, m], 0, C, start + n * C, channel)
+                    send(of_values(v_rows, s, m), 0, C, start + n * C, channel)
 
                 def in_row(x, n):
                     """Without what is past the row's end, which may be NaN."""
                     left = length - n * C
-                    masked = partial(jnp.where, iota((C, C), 1) < left, x, 0.0)
+                    masked = partial(jnp.where, iota((C, C), 1) < left, x, jnp.zeros_like(x))
                     return cond(left < C, masked, lambda: x)
 
                 def wait_for(n):
                     plgpu.barrier_wait(in_bar.at[stage_of(t + 1 + n)])
 
-                def take_values(n, unit):
-                    """With float32 tokens, states and values are counted in units, so that they fit into float16.
+                def decay_of(s):
+                    return jnp.exp2(vec_s[s, (LOG_GAMMA + 1) * C - 1 - HALF])
 
-                    A value column's unit is the largest power of two that was in its state or its values so far.
-                    Returns the values, the units with these, and what to multiply with what counts in those before.
-                    """
-                    v = in_row(load_values(interpret, v_tiles.at[stage_of(t + 1 + n), m]), n)
-                    return in_units(v, unit)
+                def take_values(n, unit, bound):
+                    """With float32 tokens, states and values are counted in units, so that they fit into float16."""
+                    s = stage_of(t + 1 + n)
+                    if tight:
+                        plgpu.barrier_wait(values_in)
+                    v = in_row(load_values(interpret, of_values(v_tiles, s, m)), n)
+                    return in_units(interpret, v, unit, bound, decay_of(s))
 
-                def take_ahead(n, unit):
+                def take_ahead(n, unit, bound):
                     wait_for(n)
-                    return take_values(n, unit)
+                    return take_values(n, unit, bound)
 
-                unit = v = None
+                unit = bound = v = None
                 if wide:
-                    unit = unit_of(*state)
+                    unit = bound = unit_of(interpret, *state)
                     state = tuple(x * along_rows(inverse(unit), LINE) for x in state)
                     if ahead:
-                        v, unit, change = take_ahead(0, unit)
+                        v, unit, bound, change = take_ahead(0, unit, bound)
                         state = rescaled(interpret, state, change)
 
                 def step(n, carry):
-                    state, low, before, unit, v = carry
+                    state, low, before, unit, bound, v = carry
                     s = stage_of(t + 1 + n)
                     at = (t - place + n) & 1 if late_r else s  # chunks take turns in what R is made in
                     if not ahead:
                         wait_for(n)
                         if wide:
-                            v, unit, change = take_values(n, unit)
+                            v, unit, bound, change = take_values(n, unit, bound)
                             state = rescaled(interpret, state, change)
-                            low = tuple(x.astype(dtype) for x in state)
 
                     def chunk(u, q, o, *s_new):
-                        for i in range(halves):
-                            u.mma(low[i], tr(k_tiles.at[s, i]))
-                        for i in range(halves):
-                            q.mma(low[i], tr(q_tiles.at[s, i]))
-                        now = v if wide else load_values(interpret, v_tiles.at[s, m])
+                        k_scale = partial(load_vector, vec_s.at[s, pl.ds(K_SCALE * C - HALF, C)], COL)
 
-                        @when(n > 0)
-                        def _():
-                            write_output(before, n - 1, s)
+                        def write_before():
+                            when(n > 0)(lambda: write_output(before, n - 1, s))
 
-                        k_scale = along_cols(load_vector(vec_s.at[s, pl.ds(K_SCALE * C - HALF, C)], COL), C)
-                        decay = jnp.exp2(vec_s[s, (LOG_GAMMA + 1) * C - 1 - HALF])
-                        d = in_row(now - u.read(halves) * k_scale, n).astype(dtype)
+                        if tight:
+                            for i in range(halves):
+                                part = state[i].astype(dtype)
+                                u.mma(part, tr(k_tiles.at[s, i]))
+                                q.mma(part, tr(q_tiles.at[s, i]))
+                                await_products(interpret)
+                            v_now = load_values(interpret, of_values(v_tiles, s, m)) * along_rows(inverse(unit), C)
+                            d = in_row((v_now - u.read() * along_cols(k_scale(), C)).astype(dtype), n)
+                            write_before()
+                        else:
+                            for i in range(halves):
+                                u.mma(low[i], tr(k_tiles.at[s, i]))
+                            for i in range(halves):
+                                q.mma(low[i], tr(q_tiles.at[s, i]))
+                            v_now = v if wide else load_values(interpret, of_values(v_tiles, s, m))
+                            write_before()
+                            d = in_row(v_now - u.read(halves) * along_cols(k_scale(), C), n).astype(dtype)
+                        decay = decay_of(s)
                         if late_r:
                             plgpu.barrier_wait(r_made.at[at])
                         for i in range(halves):
@@ -291,16 +318,21 @@ def passing(qkv, pool, batch, rows, *, nk, tiles, late_r, split, interpret):
                         o.set(q.read(halves) * q_scale)
                         for i in range(2):
                             o.mma(d[:, i * HALF : (i + 1) * HALF], tr(w_s.at[s, i]))
-                        after = None, unit, None
+                        if tight:
+                            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # all four warps have read the values
+                            if interpret is not None:
+                                plgpu.commit_smem()  # there it is no barrier
+                            when(n < n_chunks - 1)(free_values)
+                        after = None, unit, bound, None
                         if ahead:
-                            none = v, unit, zero_tile((C,), f32, ROW) + 1.0
-                            after = cond(n < n_chunks - 1, partial(take_ahead, n + 1, unit), lambda: none)
-                        v_new, unit_new, change = after
+                            none = v, unit, bound, zero_tile((C,), f32, ROW) + 1.0
+                            after = cond(n < n_chunks - 1, partial(take_ahead, n + 1, unit, bound), lambda: none)
+                        v_new, unit_new, bound_new, change = after
                         state_new = tuple(x.read(1) for x in s_new)
                         if ahead:
                             state_new = rescaled(interpret, state_new, change)
-                        low_new = tuple(x.astype(dtype) for x in state_new)
-                        return state_new, low_new, (o.read().astype(dtype), unit), unit_new, v_new
+                        low_new = () if tight else tuple(x.astype(dtype) for x in state_new)
+                        return state_new, low_new, (o.read().astype(dtype), unit), unit_new, bound_new, v_new
 
                     shapes = [(C, C)] * 3 + [(C, LINE)] * halves
                     carry = accumulate(interpret, shapes, chunk)
@@ -313,9 +345,9 @@ def passing(qkv, pool, batch, rows, *, nk, tiles, late_r, split, interpret):
                     when(n < n_chunks - 1)(lambda: plgpu.barrier_arrive(in_free.at[s]))
                     return carry
 
-                low = tuple(x.astype(dtype) for x in state)
-                carry = (state, low, (zero_tile((C, C), dtype), unit), unit, v)
-                state, _, last_output, unit, _ = lax.fori_loop(0, n_chunks, step, carry)
+                low = () if tight else tuple(x.astype(dtype) for x in state)
+                carry = (state, low, (zero_tile((C, C), dtype), unit), unit, bound, v)
+                state, _, last_output, unit, _, _ = lax.fori_loop(0, n_chunks, step, carry)
 
                 # The last output, too, leaves through the values of its chunk.
                 s = stage_of(t + n_chunks)
@@ -327,23 +359,24 @@ def passing(qkv, pool, batch, rows, *, nk, tiles, late_r, split, interpret):
                 @when(last < C)
                 def _():
                     plgpu.commit_smem()
-                    store_values(interpret, v_plain.at[s, m], in_full(*last_output), swizzled=False)
+                    store_values(interpret, of_values(v_plain, s, m), in_full(*last_output), swizzled=False)
                     plgpu.commit_smem()
-                    drain(v_plain.at[s, m], start + (n_chunks - 1) * C, last, channel)
+                    drain(of_values(v_plain, s, m), start + (n_chunks - 1) * C, last, channel)
 
                 @when(True if not split else segments_g[IS_LAST, part_b] != 0)
                 def _():
                     for i in range(halves):
-                        store_transposed(interpret, part(i), in_full(state[i], unit))
+                        store_state(interpret, part(i), in_full(state[i], unit))
 
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 plgpu.barrier_arrive(in_free.at[s])
+                free_values()
 
             @when(n_chunks == 0)
             def _():
                 @when(jnp.logical_not(live))
                 def _():
-                    plain = v_plain.at[s0, m]
+                    plain = of_values(v_plain, s0, m)
                     store_values(interpret, plain, zero_tile((C, C), qkv.dtype), swizzled=False)
                     plgpu.commit_smem()
 
@@ -371,6 +404,8 @@ def passing(qkv, pool, batch, rows, *, nk, tiles, late_r, split, interpret):
             lax.fori_loop(
                 jnp.maximum(end - stages, 0), end, lambda t, _: plgpu.barrier_wait(in_free.at[stage_of(t)]), None
             )
+            if tight:
+                plgpu.barrier_wait(values_free)
 
         def claim(t):
             s = stage_of(t)
@@ -389,6 +424,8 @@ def passing(qkv, pool, batch, rows, *, nk, tiles, late_r, split, interpret):
             key_head = lax.div(head, i32(group))
             first_column = column * width
             s0 = claim(t)
+            if tight:  # states take a turn of the buffer of values, too: tokens of padding are zeroed through it
+                when(t > 0)(lambda: plgpu.barrier_wait(values_free))
             reads = (n_chunks > 0) & (has_state != 0)
 
             @when(reads)
@@ -421,9 +458,9 @@ def passing(qkv, pool, batch, rows, *, nk, tiles, late_r, split, interpret):
 
                 for i in range(halves):
                     copy(0, i, k_rows.at[s, i])
-                for m in range(tiles):
-                    channel = 2 * nk * key_dim + head * value_dim + first_column + m * C
-                    bring_values(qkv_g, start + n * C, channel, v_rows.at[s, m], in_bar.at[s])
+                channel = 2 * nk * key_dim + head * value_dim + first_column
+                for m in range(0 if tight else tiles):
+                    bring_values(qkv_g, start + n * C, channel + m * C, v_rows.at[s, m], in_bar.at[s])
                 for i in range(halves):
                     copy(1, i, q_rows.at[s, i])
                 vectors = vec_g.at[item + n, head, pl.ds(HALF, NUM_VECTORS * C - HALF)]
@@ -432,6 +469,9 @@ def passing(qkv, pool, batch, rows, *, nk, tiles, late_r, split, interpret):
                 w = w_g.at[item + n, head]
                 plgpu.copy_gmem_to_smem(w.at[pl.ds(0, C)], w_s.at[s, 0], in_bar.at[s])
                 plgpu.copy_gmem_to_smem(w.at[pl.ds(C, HALF)], w_s.at[s, 1, pl.ds(HALF, HALF)], in_bar.at[s])
+                if tight:
+                    plgpu.barrier_wait(values_free)
+                    bring_values(qkv_g, start + n * C, channel, v_rows.at[0, 0], values_in)
 
             lax.fori_loop(0, n_chunks, bring, None)
             return t + 1 + n_chunks
@@ -495,10 +535,11 @@ def passing(qkv, pool, batch, rows, *, nk, tiles, late_r, split, interpret):
 
     target = partial(copy_target, interpret)
     bar = plgpu.Barrier
+    value_stages = 1 if tight else stages
     buffers = [
         target((stages, halves, C, LINE), dtype),
         target((stages, halves, C, LINE), dtype),
-        value_buffer(interpret, (stages, tiles), qkv.dtype),
+        value_buffer(interpret, (value_stages, tiles), qkv.dtype),
         swizzled_buffer((stages, C, C), f16) if late_r else target((stages, halves, C, LINE), dtype),
         swizzled_buffer((stages, 2, C, HALF), dtype),
         plgpu.SMEM((stages, NUM_VECTORS * C - HALF), f32),
@@ -508,7 +549,9 @@ def passing(qkv, pool, batch, rows, *, nk, tiles, late_r, split, interpret):
     fit = 4 // jnp.dtype(state_dtype).itemsize
     sizes = (halves, halves, tiles * parts, 1, 1) if late_r else (halves, halves, tiles * parts, halves)
     blocks_in_w = late_r and blocks > sum(sizes[:4]) * fit
-    aliases = [plgpu.SMEM((stages, n * fit, ROWS, C), state_dtype) for n in sizes]
+    # Where there are fewer stages of values, states do not reach as far as those.
+    counts = [value_stages if i == 2 else stages for i in range(len(sizes))]
+    aliases = [plgpu.SMEM((k, n * fit, ROWS, C), state_dtype) for k, n in zip(counts, sizes, strict=True)]
     if interpret is None:
         for i, x in enumerate(aliases):
             union = buffers[i]
@@ -516,10 +559,12 @@ def passing(qkv, pool, batch, rows, *, nk, tiles, late_r, split, interpret):
     else:
         buffers.insert(4, plgpu.SMEM((stages, blocks, ROWS, C), state_dtype))
     barriers = [
-        bar(num_arrivals=2 * halves + tiles * parts + 4, num_barriers=stages),
+        bar(num_arrivals=2 * halves + (0 if tight else tiles * parts) + 4, num_barriers=stages),
         bar(num_arrivals=blocks, num_barriers=stages),
         bar(num_arrivals=tiles, num_barriers=stages),
     ]
+    if tight:
+        barriers += [bar(num_arrivals=parts), bar()]
     if late_r:
         made = [swizzled_buffer((2, halves, C, LINE), x) for x in (f16, dtype)]
         buffers[-1:-1] = made if interpret is not None else [plgpu.RefUnion(*[[x] for x in made])]
@@ -528,9 +573,9 @@ def passing(qkv, pool, batch, rows, *, nk, tiles, late_r, split, interpret):
 
 
 def num_stages(key_dim, tiles, float32):
-    """As many as memory has room for."""
+    """As many as memory has room for, but for float32 values of 256 keys."""
     if key_dim == 256:
-        return 1 if float32 else 2
+        return 2
     return 2 if float32 and tiles == 2 and key_dim == 128 else 3
 
 

@@ -42,9 +42,10 @@ from gdn_jax.recurrence.mosaic_gpu_chunked.values import (
     in_full,
     in_units,
     inverse,
+    load_paired,
     load_values,
+    store_paired,
     unit_of,
-    value_aliases,
     value_buffer,
     value_parts,
 )
@@ -67,9 +68,10 @@ def segment_maps(qkv, kq, r, vec, slot_idx, table, *, count, dims, max_slots, in
     """What segments do to the state, as (local, steps): only of the segments that another one follows.
 
     `local`, float32 [B * count, nv, VD, KD], is the transposed state that a segment leaves behind when it starts from
-    zeros. `steps` are the states that the unit vectors become with values of zero, transposed: the map from the state
-    before the segment to its share in the state after it. They are sums of two arrays of 16 bits, in tiles:
-    [B * count, nv, (KD / LINE) * 2 * (KD / LINE), LINE, LINE], by rows of tiles, the array, and columns.
+    zeros, with rows as `load_values` has them. `steps` are the states that the unit vectors become with values of zero,
+    transposed: the map from the state before the segment to its share in the state after it. They are sums of two
+    arrays of 16 bits, in tiles: [B * count, nv, (KD / LINE) * 2 * (KD / LINE), LINE, LINE], by rows of tiles, the
+    array, and columns.
     """
     nk, nv, key_dim, value_dim = dims
     group = nv // nk
@@ -88,7 +90,7 @@ def segment_maps(qkv, kq, r, vec, slot_idx, table, *, count, dims, max_slots, in
         k_u, v_u, r_s, vec_s, in_bar, in_free, done,
     ):  # fmt: skip
         k_rows, k_tiles = aliases_of(interpret, k_u)
-        v_rows, v_tiles, _ = value_aliases(interpret, v_u)
+        v_rows, v_tiles = (v_u, v_u) if interpret is not None else [alias for (alias,) in v_u[:2]]
         segment, head, column = [lax.axis_index(name) for name in ("segment", "head", "column")]
         key_head = lax.div(head, i32(group))
         wg = lax.axis_index("wg")
@@ -110,29 +112,29 @@ def segment_maps(qkv, kq, r, vec, slot_idx, table, *, count, dims, max_slots, in
             one = iota((C, LINE), 0) + (tile - value_tiles) * C  # where a column of the identity has its 1
 
             def step(n, carry):
-                state, unit = carry
+                state, unit, bound = carry
                 s = stage_of(n)
                 plgpu.barrier_wait(in_bar.at[s])
 
-                def chunk(u, *s_new, unit=unit):
+                def chunk(u, *s_new, unit=unit, bound=bound):
                     for i in range(halves):
                         u.mma(state[i].astype(dtype), k_tiles.at[s, i].transpose((1, 0)))
                     v = load_values(interpret, v_tiles.at[s, m])
                     v = jnp.where(is_map, zero_tile((C, C), f32), v)
+                    decay = jnp.exp2(vec_s[s, (LOG_GAMMA + 1) * C - 1])
                     change = None
                     if wide:
-                        v, unit, change = in_units(v, unit)
+                        v, unit, bound, change = in_units(interpret, v, unit, bound, decay)
 
                     def changed(x):
                         return x * along_rows(change, x.shape[1]) if wide else x
 
                     k_scale = along_cols(load_vector(vec_s.at[s, pl.ds(K_SCALE * C, C)], COL), C)
-                    decay = jnp.exp2(vec_s[s, (LOG_GAMMA + 1) * C - 1])
                     d = (v - changed(u.read()) * k_scale).astype(dtype)
                     for i in range(halves):
                         s_new[i].set(changed(state[i]) * decay)
                         s_new[i].mma(d, r_s.at[s, i])
-                    return tuple(x.read() for x in s_new), unit
+                    return tuple(x.read() for x in s_new), unit, bound
 
                 carry = accumulate(interpret, [(C, C)] + [(C, LINE)] * halves, chunk)
                 if interpret is not None:
@@ -143,10 +145,10 @@ def segment_maps(qkv, kq, r, vec, slot_idx, table, *, count, dims, max_slots, in
             @when(n_chunks > 0)
             def _():
                 state = tuple(jnp.where(iota((C, LINE), 1) + i * LINE == one, 1.0, 0.0) for i in range(halves))
-                unit = unit_of(*state) if wide else None
+                unit = unit_of(interpret, *state) if wide else None
                 if unit is not None:
                     state = tuple(x * along_rows(inverse(unit), LINE) for x in state)
-                state, unit = lax.fori_loop(0, n_chunks, step, (state, unit))
+                state, unit, _ = lax.fori_loop(0, n_chunks, step, (state, unit, unit))
                 state = tuple(in_full(x, unit) for x in state)
 
                 @when(is_map)
@@ -224,15 +226,17 @@ def segment_maps(qkv, kq, r, vec, slot_idx, table, *, count, dims, max_slots, in
     return kernel(qkv, kq, r, vec, slot_idx, table)
 
 
-def initial_states(local, steps, states, count, interpret):
+def initial_states(local, steps, states, count, wide, interpret):
     """The states before all segments, float32 [B * count, nv, KD, VD], from `segment_maps` and the rows' own.
 
-    One CTA per (row, value head, 64 value columns) takes one step after the other, a warpgroup per 64 keys. States and
-    maps are sums of two 16-bit arrays, of whose products only that of the two small ones is left out.
+    With `wide` (float32) tokens, `load_values` has left the rows of `local` in an order of its own. One CTA per (row,
+    value head, 64 value columns) takes one step after the other, a warpgroup per 64 keys. States and maps are sums of
+    two 16-bit arrays, of whose products only that of the two small ones is left out.
     """
     batch, nv, key_dim, value_dim = states.shape
     halves = key_dim // LINE
     dtype = steps.dtype
+    load_state, store_state = (load_paired, store_paired) if wide else (load_transposed, store_transposed)
 
     def body(local_g, steps_g, states_g, out_g, steps_s, parts_s, arrived, shared):
         b, head, column, wg = [lax.axis_index(name) for name in ("row", "head", "column", "wg")]
@@ -245,7 +249,7 @@ def initial_states(local, steps, states, count, interpret):
             return load_vector(local_g.at[b * count + n, head, columns, keys], WGMMA)
 
         def put(n, state):
-            store_transposed(interpret, out_g.at[b * count + n, head, keys, columns], state)
+            store_state(interpret, out_g.at[b * count + n, head, keys, columns], state)
 
         def step(n, carry):
             state, added = carry
@@ -277,7 +281,7 @@ def initial_states(local, steps, states, count, interpret):
             for n in range(min(2, count - 1)):
                 bring(jnp.int32(n))
 
-        state = load_transposed(interpret, states_g.at[b, head, keys, columns])
+        state = load_state(interpret, states_g.at[b, head, keys, columns])
         state, _ = lax.fori_loop(0, count - 1, step, (state, load_local(0)))
         put(count - 1, state)
 

@@ -72,6 +72,12 @@ def accumulate(interpret, shapes, body):
     )
 
 
+def await_products(interpret):
+    """Waits for all products, so that no register operand is in use any more."""
+    if interpret is None:
+        plgpu.wgmma_wait(0)
+
+
 def _swizzle(row_bytes):
     # pyright takes this class, which jax instantiates everywhere, for an abstract one.
     return plgpu.SwizzleTransform(row_bytes)  # pyright: ignore[reportAbstractUsage]

@@ -38,7 +38,7 @@ def _like(array, registers):
     return mgpu.FragmentedArray(_registers=shaped, _layout=array.layout, _is_signed=None)
 
 
-def _row_vector(registers):
+def row_vector(registers):
     """The float32 [C] in the layout ROW of which a lane has these two elements."""
     zero = arith.constant(ir.F32Type.get(), 0.0)
     vector, elements = mgpu.FragmentedArray.splat(zero, (C,), layout=ROW.to_mgpu()), iter(registers)
@@ -197,7 +197,7 @@ def sum_of_squares(interpret, *tiles) -> Any:
                 lower = warp.product(pair, pair[1:], lower, kind)
             on_diagonal = arith.select(odd, arith.addf(upper[1], lower[3]), arith.addf(upper[0], lower[2]))
             sums.append(warp.from_lane(on_diagonal, owner))
-        return _row_vector(sums)
+        return row_vector(sums)
 
     return add_up(*tiles)  # pyright: ignore[reportCallIssue]
 
