@@ -225,6 +225,44 @@ def test_small_after_large(monkeypatch, what, split):
     check_settled(args, *interpreted(*args, interpret=plgpu.InterpretGPUParams()))
 
 
+def reset_after_large(what, at, **options):
+    """float32 tokens of rows that are reset at a token, after a state, or values, ten thousand times as large."""
+    args = make(**options, tokens="float32")
+    heads = shapes.Heads(*options["heads"])
+    keys = 2 * heads.num_key_heads * heads.key_head_dim
+    for start, end in oracle.row_bounds(args[5], args[0].shape[0]):
+        if what == "values":
+            args[0] = args[0].at[start : min(start + at, end), keys:].multiply(1e4)
+        if start + at < end:
+            args[1] = args[1].at[start + at].set(0.0)
+    if what == "state":
+        size = jnp.std(args[0][jnp.isfinite(args[0][:, -1]), keys:]) / jnp.nanstd(args[3])
+        args[3] = args[3] * (1e4 * size)
+    return args
+
+
+def check_reset(args, at, out, pool):
+    """Errors are relative to what there is after the reset, and in the chunk of the reset.
+
+    A single output may be as small as a key and a query happen to be orthogonal.
+    """
+    expected, states = oracle.recurrence(*args)
+    for b, (start, end) in enumerate(oracle.row_bounds(args[5], args[0].shape[0])):
+        slot = int(args[4][b])
+        if start + at + 16 <= end and 0 <= slot < args[3].shape[0]:
+            budget = OUTPUT_BUDGET["chunked", "float32"]
+            for chunk in (slice(start + at, min(start + 64, end)), slice(start + at, end)):
+                assert_close(np.asarray(out)[chunk], expected[chunk], budget, f"outputs of row {b}")
+            assert_close(np.asarray(pool)[slot], states[slot], budget, f"state of row {b}")
+
+
+@pytest.mark.parametrize("key_dim", [64, 128, 256])
+@pytest.mark.parametrize(("what", "at"), [("state", 0), ("state", 23), ("values", 23)])
+def test_reset_within_a_chunk(what, at, key_dim):
+    args = reset_after_large(what, at, lengths=[64, 70], heads=(1, 1, key_dim, 64), slots=[0, 1])
+    check_reset(args, at, *interpreted(*args, interpret=plgpu.InterpretGPUParams()))
+
+
 @pytest.mark.parametrize("run", [pytest.param("interpreted"), pytest.param("compiled", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("value", [np.inf, np.nan])
 def test_a_value_that_is_not_finite(value, run):
@@ -369,6 +407,14 @@ def test_slow_decays(size):
 def test_small_after_large_on_a_gpu(size, what):
     args = large_at_first(what, **{k: v for k, v in SIZES[size].items() if k != "tokens"})
     check_settled(args, *compiled(*args))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("what", "at"), [("state", 0), ("state", 23), ("values", 23)])
+@pytest.mark.parametrize("size", [name for name in SIZES if SIZES[name].get("tokens") == "float32"])
+def test_reset_within_a_chunk_on_a_gpu(size, what, at):
+    args = reset_after_large(what, at, **{k: v for k, v in SIZES[size].items() if k != "tokens"})
+    check_reset(args, at, *compiled(*args))
 
 
 @pytest.mark.gpu

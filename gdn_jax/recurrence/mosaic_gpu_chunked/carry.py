@@ -54,6 +54,7 @@ from gdn_jax.recurrence.mosaic_gpu_chunked.values import (
     inverse,
     load_paired,
     load_values,
+    output_unit,
     rescaled,
     store_paired,
     store_values,
@@ -269,7 +270,7 @@ def passing(qkv, pool, batch, rows, *, nk, tiles, late_r, split, interpret):
 
                 unit = bound = v = None
                 if wide:
-                    unit = bound = unit_of(interpret, *state)
+                    unit, bound = unit_of(interpret, *state)
                     state = tuple(x * along_rows(inverse(unit), LINE) for x in state)
                     if ahead:
                         v, unit, bound, change = take_ahead(0, unit, bound)
@@ -332,7 +333,8 @@ def passing(qkv, pool, batch, rows, *, nk, tiles, late_r, split, interpret):
                         if ahead:
                             state_new = rescaled(interpret, state_new, change)
                         low_new = () if tight else tuple(x.astype(dtype) for x in state_new)
-                        return state_new, low_new, (o.read().astype(dtype), unit), unit_new, bound_new, v_new
+                        output = o.read().astype(dtype), unit * output_unit(key_dim) if wide else None
+                        return state_new, low_new, output, unit_new, bound_new, v_new
 
                     shapes = [(C, C)] * 3 + [(C, LINE)] * halves
                     carry = accumulate(interpret, shapes, chunk)

@@ -44,6 +44,7 @@ from gdn_jax.recurrence.mosaic_gpu_chunked.tiles import (
     swizzled_buffer,
     zero_tile,
 )
+from gdn_jax.recurrence.mosaic_gpu_chunked.values import output_unit
 from gdn_jax.recurrence.mosaic_gpu_chunked.warp import (
     Warp,
     any_zero,
@@ -66,7 +67,7 @@ def _gate_vectors(interpret, decays, betas, norms, vectors, factors, scale):
         vectors: to be filled for either head, [2, NUM_VECTORS * C] or [2, ALL_VECTORS * C].
         factors: likewise, [2, 2, C]: beta times `scale`, and, unless it is one of the vectors, beta times the decay
             from a token to the chunk's end.
-        scale: of the queries.
+        scale: of the outputs.
     """
     if interpret is not None:
         for n in range(2):
@@ -164,7 +165,7 @@ def preparation(qkv, decay, batch, *, nk, nv, key_dim, max_slots, late_r, interp
     halves = key_dim // LINE
     wide = qkv.dtype == f32
     dtype = f16 if wide else qkv.dtype
-    scale = key_dim**-0.5
+    scale = key_dim**-0.5 / (output_unit(key_dim) if wide else 1.0)
     num_vectors = ALL_VECTORS if late_r else NUM_VECTORS
 
     def work(operands, buffers, unit, count, place_of, written=None):

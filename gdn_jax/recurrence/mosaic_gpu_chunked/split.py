@@ -145,10 +145,11 @@ def segment_maps(qkv, kq, r, vec, slot_idx, table, *, count, dims, max_slots, in
             @when(n_chunks > 0)
             def _():
                 state = tuple(jnp.where(iota((C, LINE), 1) + i * LINE == one, 1.0, 0.0) for i in range(halves))
-                unit = unit_of(interpret, *state) if wide else None
-                if unit is not None:
+                unit = bound = None
+                if wide:
+                    unit, bound = unit_of(interpret, *state)
                     state = tuple(x * along_rows(inverse(unit), LINE) for x in state)
-                state, unit, _ = lax.fori_loop(0, n_chunks, step, (state, unit, unit))
+                state, unit, _ = lax.fori_loop(0, n_chunks, step, (state, unit, bound))
                 state = tuple(in_full(x, unit) for x in state)
 
                 @when(is_map)

@@ -6,6 +6,7 @@ tile is needed transposed, in the layout WGMMA. For 16 bits there are instructio
 accesses pairs of channels: 8 pairs of 4 tokens a warp, which the swizzle spreads over all banks.
 """
 
+import math
 from functools import reduce
 from typing import Any
 
@@ -206,13 +207,18 @@ def _state_places(memory):
     ]
 
 
+# A unit is this power of two below the largest value: so much more room for what is small beside it. Up to the largest
+# number of float16 there are 2**11 left, the root of four million tokens.
+BELOW = 4
+
+
 def in_units(interpret, v, unit, bound, decay):
     """float32 values of a chunk counted in units of their rows, powers of two that follow states and values.
 
-    A unit grows to the largest value, and falls where that and the state are less than a sixteenth of it. How large the
-    state is at most follows from what it began with, its values and its decays; it can be larger only by the root of
-    the number of its tokens, for which float16 has room. As values may come after the decays of their chunk, these
-    count for what was there before the chunk.
+    A unit grows with the largest value, and falls where that and the state are less than a sixteenth of what it was
+    made for. How large the state is at most follows from what it began with, its values and its decays; it can be
+    larger only by the root of the number of its tokens, for which float16 has room. As values may come after the decays
+    of their chunk, these count for what was there before the chunk.
 
     Args:
         v: the values.
@@ -260,9 +266,15 @@ def in_full(x, unit):
     return x if unit is None else x.astype(f32) * along_rows(unit, x.shape[1])
 
 
+def output_unit(key_dim):
+    """The unit of outputs in that of states: a power of two near `key_dim**-0.5`, so that both are as large."""
+    return 2.0 ** -round(math.log2(key_dim**0.5))
+
+
 def unit_of(interpret, *tiles):
-    """The largest power of two in each row of these tiles, float32 [C]: one that has an inverse in float32."""
-    return lax.bitcast_convert_type(_unit_bits(_largest(interpret, *tiles)), f32)
+    """(unit, what it is for: the largest size) of each row of these tiles, float32 [C]."""
+    largest = _largest(interpret, *tiles)
+    return lax.bitcast_convert_type(_unit_bits(largest), f32), largest
 
 
 def _largest(interpret, *tiles) -> Any:
@@ -291,7 +303,8 @@ def _largest(interpret, *tiles) -> Any:
 
 
 def _unit_bits(largest):
-    return jnp.clip(_exponent_bits(largest), 1 << 23, 253 << 23)
+    """The exponent of a unit: one of which the inverse, and the unit of outputs, are float32 numbers."""
+    return jnp.maximum(_exponent_bits(largest) - (BELOW << 23), 5 << 23)
 
 
 def _exponent_bits(x):
