@@ -43,6 +43,7 @@ from gdn_jax.recurrence.mosaic_gpu_chunked.tiles import (
     load_vector,
     params,
     row_of,
+    store_tile,
     store_transposed,
     swizzled_buffer,
     zero_tile,
@@ -224,7 +225,7 @@ def passing(qkv, pool, batch, rows, *, nk, tiles, late_r, split, interpret):
             def release(s):
                 plgpu.commit_smem()  # all four warps have read it
                 if blocks_in_w and m == tiles - 1:  # its own blocks lie last: there have to be zeros again
-                    w_s.at[s, 1][...] = zero_tile((C, HALF), dtype)
+                    store_tile(interpret, w_s.at[s, 1], zero_tile((C, HALF), dtype))
                     plgpu.commit_smem()
                 plgpu.barrier_arrive(in_free.at[s])
                 free_values()
@@ -400,7 +401,7 @@ def passing(qkv, pool, batch, rows, *, nk, tiles, late_r, split, interpret):
             if interpret is None:
                 plgpu.set_max_registers(copying_registers, action="decrease")
             for s in range(stages):  # the part that is never copied
-                w_s.at[s, 1][...] = zero_tile((C, HALF), dtype)
+                store_tile(interpret, w_s.at[s, 1], zero_tile((C, HALF), dtype))
             plgpu.commit_smem()
             end = one_by_one(bring_all)
             lax.fori_loop(
@@ -508,7 +509,7 @@ def passing(qkv, pool, batch, rows, *, nk, tiles, late_r, split, interpret):
                     # What lies past the row's end is no part of it, and may be NaN.
                     masked = partial(jnp.where, iota((C, LINE), 0) < left, key, jnp.zeros_like(key))
                     key = cond(left < C, masked, lambda key=key: key)
-                    keys_s.at[at, i][...] = (key.astype(f32) * along_rows(rk, LINE)).astype(f16)
+                    store_tile(interpret, keys_s.at[at, i], key.astype(f32) * along_rows(rk, LINE))
                 plgpu.commit_smem()
                 for i in range(halves):
 
@@ -518,7 +519,7 @@ def passing(qkv, pool, batch, rows, *, nk, tiles, late_r, split, interpret):
 
                     r = accumulate(interpret, [(C, LINE)], product)
                     warpgroup_barrier(interpret)  # all warps are through with the keys, which lie where R goes
-                    r_s.at[at, i][...] = r
+                    store_tile(interpret, r_s.at[at, i], r)
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(r_made.at[at])
                 return ahead

@@ -41,6 +41,7 @@ from gdn_jax.recurrence.mosaic_gpu_chunked.tiles import (
     load_vector,
     params,
     row_of,
+    store_tile,
     swizzled_buffer,
     zero_tile,
 )
@@ -248,7 +249,7 @@ def preparation(qkv, decay, batch, *, nk, nv, key_dim, max_slots, late_r, interp
                 for n in range(0 if wide else 2):
                     for i in range(halves):
                         x = plgpu.load(raw_tiles.at[n, i], layout=WGMMA)
-                        raw_tiles.at[n, i][...] = jnp.where(inside, x, jnp.zeros_like(x))
+                        store_tile(interpret, raw_tiles.at[n, i], jnp.where(inside, x, jnp.zeros_like(x)))
                 gates = [(raw_s.at[stage, kind, :, i], 1.0 - kind) for kind in range(2) for i in range(width)]
                 held = [jnp.where(token < valid, load_vector(ref, ROW), outside) for ref, outside in gates]
                 warp_barrier(interpret)  # four lanes have each gate
@@ -290,7 +291,7 @@ def preparation(qkv, decay, batch, *, nk, nv, key_dim, max_slots, late_r, interp
                 columns_rk = along_cols(load_vector(norms.at[0], COL), C)
                 kk, qk = kk * columns_rk, qk * columns_rk * along_rows(rq, C)
                 for i, x in enumerate(key):
-                    key_s.at[i][...] = x
+                    store_tile(interpret, key_s.at[i], x)
             scores = lower_part(interpret, qk.astype(f16))
 
             def two_heads(pair, _):
@@ -329,9 +330,9 @@ def preparation(qkv, decay, batch, *, nk, nv, key_dim, max_slots, late_r, interp
                     # Above the diagonal the ratio may overflow.
                     w = lower_part(interpret, (w_acc.read(len(r_acc)) * ratio).astype(dtype))
                     for i in range(2):
-                        w_to.at[i][...] = w[:, i * HALF : (i + 1) * HALF]
+                        store_tile(interpret, w_to.at[i], w[:, i * HALF : (i + 1) * HALF])
                     for i, acc in enumerate(r_acc):
-                        r_s.at[i][...] = (acc.read(halves - 1 - i) * r_scale).astype(dtype)
+                        store_tile(interpret, r_s.at[i], acc.read(halves - 1 - i) * r_scale)
 
                 accumulate(interpret, [(C, C)] + [(C, LINE)] * (0 if late_r else halves), results)
                 plgpu.commit_smem()

@@ -33,6 +33,7 @@ from gdn_jax.recurrence.mosaic_gpu_chunked.tiles import (
     load_transposed,
     load_vector,
     params,
+    store_tile,
     store_transposed,
     swizzled_buffer,
     zero_tile,
@@ -256,8 +257,8 @@ def initial_states(local, steps, states, count, wide, interpret):
             state, added = carry
             buffer = n & 1
             high = state.astype(dtype)
-            parts_s.at[buffer, wg, 0][...] = high
-            parts_s.at[buffer, wg, 1][...] = (state - high.astype(f32)).astype(dtype)
+            store_tile(interpret, parts_s.at[buffer, wg, 0], high)
+            store_tile(interpret, parts_s.at[buffer, wg, 1], state - high.astype(f32))
             plgpu.commit_smem()
             plgpu.barrier_arrive(shared.at[buffer])
             plgpu.barrier_wait(shared.at[buffer])

@@ -91,6 +91,27 @@ def swizzled_buffer(shape, dtype):
     return plgpu.SMEM(shape, dtype, transforms=(tiling, _swizzle(row_bytes)))
 
 
+def store_tile(interpret, ref, value, *, transposed=False) -> None:
+    """Stores a tile in the layout WGMMA to a `swizzled_buffer`; `transposed`, its transpose.
+
+    Plain assignment first loads what it replaces, which compilers take long to find out.
+    """
+    value = value.astype(ref.dtype)
+    if interpret is not None:
+        ref[...] = value.T if transposed else value
+        return
+    row_bytes = ref.shape[-1] * jnp.dtype(ref.dtype).itemsize
+    tiling = plgpu.TilingTransform((8, ref.shape[-1]))  # pyright: ignore[reportAbstractUsage]
+
+    @plgpu.inline_mgpu(arg_types=(WGMMA, plgpu.RefType((tiling, _swizzle(row_bytes)))))
+    def transfer(_, x, target):
+        if transposed:
+            target = mgpu.memref_transpose(target, (1, 0, 3, 2))
+        x.store_tiled(target, swizzle=row_bytes, tiling_rank=2)
+
+    transfer(value, ref)  # pyright: ignore[reportCallIssue]
+
+
 def copy_target(interpret, shape, dtype, *more):
     """Shared memory for [.., C, LINE] tiles that bulk copies fill or drain at any token.
 

@@ -29,6 +29,7 @@ from gdn_jax.recurrence.mosaic_gpu_chunked.tiles import (
     f32,
     i32,
     load_transposed,
+    store_tile,
     store_transposed,
 )
 from gdn_jax.recurrence.mosaic_gpu_chunked.warp import Warp, row_vector, shared_address
@@ -80,11 +81,10 @@ def load_values(interpret, tile) -> Any:
 def store_values(interpret, tile, value, *, swizzled=True) -> None:
     """The inverse of `load_values`, rounding to the dtype of the tile; into the third alias if not `swizzled`."""
     if tile.dtype != f32:
-        target = tile.at[0].transpose((1, 0))
         if swizzled:
-            target[...] = value.astype(tile.dtype)
+            store_tile(interpret, tile.at[0], value, transposed=True)
         else:
-            store(target, value)
+            store(tile.at[0].transpose((1, 0)), value)
         return
     if interpret is not None:
         for i in range(2):
