@@ -130,6 +130,7 @@ def test_loop_programs_make_the_calls_they_say():
         ("recurrence", (20, 9), 1),
         ("recurrence", (1, 1), 3),
         ("verify_ring", (3, 3), 1),
+        ("verify_ring", (8, 8), 1),
         ("state_fold", (3, 1, 2), 1),
         ("conv1d", (20, 1), 1),
     ],
